@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -49,7 +50,7 @@ def _collect(pipes: list[Connection]) -> list[Any]:
             except EOFError:
                 raise AssertionError(f"rank {rank} died without an answer") from None
             assert ok, f"rank {rank} failed:\n{value}"
-            results[rank] = value
+            results[rank] = pickle.loads(value)
     return [results[rank] for rank in range(len(pipes))]
 
 
@@ -62,7 +63,7 @@ def _rank_main(rank: int, world_size: int, folder: str, send: Connection, fn: Ca
     try:
         store = dist.FileStore(os.path.join(folder, "store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        send.send((True, fn(*args)))
+        send.send((True, pickle.dumps(fn(*args))))  # plainly: multiprocessing would share tensors by descriptors
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:

@@ -1,0 +1,186 @@
+"""T0 of the cases: a tiny Llama, its batch, and the same step in one process and under any layout.
+
+The oracle shares no code with the trainer's attention, loss or parallelism: dense masked softmax, torch's mean-free
+cross-entropy, one process.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan.batch import IGNORED_LABEL, Batch, CPLayout
+from torchtitan.components.loss import ChunkedCrossEntropy
+from torchtitan.distributed.context_parallel import cp_shard, cp_unshard
+from torchtitan.distributed.parallel_dims import ParallelDims, build_parallel_dims
+from torchtitan.distributed.parallelize import SplitOptions, parallelize
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.init import initialise
+from torchtitan.models.llama3.args import Llama3Args
+from torchtitan.models.llama3.model import build_llama3
+from torchtitan.models.llama3.plan import init_rules_llama3, plan_llama3
+from torchtitan.runner import SingleStageRunner
+
+T0 = Llama3Args(dim=64, num_layers=2, num_heads=8, num_kv_heads=2, hidden_dim=128, vocab_size=97)
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step's input, and how it is laid out; `dp` ranks share the rows of the batch."""
+
+    args: Llama3Args = T0
+    batch_size: int = 2
+    seq_len: int = 64
+    dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype | None = None  # None: dtype
+    dp: int = 1
+    cp: int = 1
+    rotate_method: str = "allgather"
+    load_balancer: str = "headtail"
+    activation_checkpoint: str = "none"
+    ignored: tuple[tuple[int, int], ...] = ()  # spans of positions without a label
+    updates: int = 0
+
+    def on(self, **changes: Any) -> "Case":
+        """Return the case with some fields changed."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a step left: whole tensors, in sequence order."""
+
+    loss: float
+    token_losses: torch.Tensor  # [B, S]
+    grads: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    grad_norm: float
+
+
+def make_batch(case: Case) -> Batch:
+    """Return T0's whole batch: fixed random tokens, labels shifted by one."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, case.args.vocab_size, (case.batch_size, case.seq_len + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    for start, end in case.ignored:
+        labels[:, start:end] = IGNORED_LABEL
+    positions = torch.arange(case.seq_len, dtype=torch.int32).expand(case.batch_size, -1).contiguous()
+    return Batch(tokens[:, :-1].contiguous(), labels, positions)
+
+
+def build_model(case: Case) -> Decoder:
+    """Return T0 with its seeded weights, on one device, without any parallelism."""
+    model = build_llama3(case.args).to(case.dtype)
+    initialise(model, init_rules_llama3(case.args), seed=1)
+    return model
+
+
+class DenseAttention(nn.Module):
+    """Softmax over explicit [S, S] scores: the oracle's attention."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return attention by the definition: [B, H, S, E]."""
+        group = q.size(1) // k.size(1)
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        mask = torch.ones(q.size(2), q.size(2), dtype=torch.bool).tril()
+        scores = (q @ k.transpose(-1, -2)) * q.size(-1) ** -0.5
+        return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+
+
+def oracle(case: Case) -> Result:
+    """Return the case's step in one process: no CP, FSDP, fused loss or flash kernel."""
+    model = build_model(case)
+    if case.compute_dtype is not None and case.compute_dtype != case.dtype:
+        raise AssertionError("the oracle computes in the parameters' dtype")
+    for block in model.layers.values():
+        block.attention.inner_attention = DenseAttention()
+    batch = make_batch(case)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for update in range(case.updates + 1):
+        optimizer.zero_grad()
+        logits = model.logits(batch.inputs, batch.positions).to(torch.promote_types(case.dtype, torch.float32))
+        token_losses = F.cross_entropy(logits.transpose(1, 2), batch.labels, reduction="none", ignore_index=IGNORED_LABEL)
+        loss = token_losses.sum() / (batch.labels != IGNORED_LABEL).sum().clamp(min=1)
+        loss.backward()
+        if update < case.updates:
+            optimizer.step()
+    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    norm = torch.stack([grad.double().square().sum() for grad in grads.values()]).sum().sqrt()
+    parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return Result(float(loss.detach()), token_losses.detach(), grads, parameters, float(norm))
+
+
+def build_split_model(case: Case) -> tuple[Decoder, ParallelDims]:
+    """Return T0 split as the case says, from a meta-device build, as the trainer does it."""
+    dims = build_parallel_dims(CPU, dp_shard=case.dp, cp=case.cp)
+    with torch.device("meta"):
+        model = build_llama3(case.args).to(case.dtype)
+    compute = case.compute_dtype or case.dtype
+    options = SplitOptions(
+        seq_len=case.seq_len,
+        cp_rotate_method=case.rotate_method,
+        cp_load_balancer=case.load_balancer,
+        activation_checkpoint=case.activation_checkpoint,
+        param_dtype=compute,
+        reduce_dtype=case.dtype,
+    )
+    parallelize(model, plan_llama3(case.args), dims, options)
+    model.to_empty(device=CPU)
+    initialise(model, init_rules_llama3(case.args), seed=1)
+    return model, dims
+
+
+def local_batch(case: Case, dims: ParallelDims) -> Batch:
+    """Return this rank's part of the whole batch: its rows, then its tokens."""
+    whole = make_batch(case)
+    rows = slice(dims.dp_rank * case.batch_size // dims.dp_shard, (dims.dp_rank + 1) * case.batch_size // dims.dp_shard)
+    batch = Batch(whole.inputs[rows], whole.labels[rows], whole.positions[rows])
+    if case.cp == 1:
+        return batch
+    shards = cp_shard(dims.cp_mesh, [batch.inputs, batch.labels, batch.positions], load_balancer=case.load_balancer)
+    return batch.cut(CPLayout(case.cp, case.load_balancer, case.seq_len), *shards)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor of which a DTensor holds a shard."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def split_step(case: Case) -> Result:
+    """Return the case's step under its layout; run it on dp x cp ranks."""
+    from torchtitan.distributed.grad_norm import grad_norm, local_gradients
+
+    model, dims = build_split_model(case)
+    batch = local_batch(case, dims)
+    num_tokens = max(1, int((make_batch(case).labels != IGNORED_LABEL).sum()))
+    runner = SingleStageRunner(model, ChunkedCrossEntropy(chunk_tokens=24))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for update in range(case.updates + 1):
+        optimizer.zero_grad()
+        total = runner.forward_backward(batch, num_tokens)
+        if update < case.updates:
+            optimizer.step()
+    torch.distributed.all_reduce(total)
+    norm = grad_norm(local_gradients(model.parameters()), dims.fsdp_mesh)
+    grads = {name: full(parameter.grad) for name, parameter in model.named_parameters()}
+    parameters = {name: full(parameter) for name, parameter in model.named_parameters()}
+    # Last: a forward leaves the root's parameters gathered.
+    return Result(float(total) / num_tokens, _token_losses(case, model, dims, batch), grads, parameters, norm)
+
+
+def _token_losses(case: Case, model: Decoder, dims: ParallelDims, batch: Batch) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model.logits(batch.inputs, batch.positions)
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).transpose(1, 2)
+        losses = F.cross_entropy(wide, batch.labels, reduction="none", ignore_index=IGNORED_LABEL)
+    return losses if case.cp == 1 else cp_unshard(dims.cp_mesh, [losses], load_balancer=case.load_balancer)[0]
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return max|a - b| / max|b|."""
+    largest = float(expected.double().abs().max())
+    return float((actual.double() - expected.double()).abs().max()) / (largest or 1.0)

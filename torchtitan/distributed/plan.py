@@ -1,0 +1,22 @@
+"""What a model publishes about how it may be split: data, applied by `parallelize`."""
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """Names of modules; `*` stands for one name, so `layers.*` is every block."""
+
+    blocks: str  # units of activation checkpointing
+    attention: str  # inner attention modules, [B, H, S, E] in and out, that context parallelism hooks
+    fsdp_units: tuple[str, ...]  # each gathers its parameters at once; the rest belongs to the root
+    kept_gathered: tuple[str, ...] = ()  # units that are used again right after the forward, so not resharded
+
+
+def find_modules(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+    """Return (name, module) of the modules that a plan's pattern names, in the model's order."""
+    depth = pattern.count(".")
+    return [(name, module) for name, module in model.named_modules() if name.count(".") == depth and fnmatchcase(name, pattern)]

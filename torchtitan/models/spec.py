@@ -1,0 +1,35 @@
+"""What the rest of the trainer knows of a model family."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from torchtitan.distributed.plan import ParallelPlan
+from torchtitan.models.common.init import InitRule
+
+
+class ModelArgs(Protocol):
+    """What every family's arguments hold."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def context_length(self) -> int:
+        """The longest sequence the family's positions are made for, in tokens."""
+    def flops_per_token(self, seq_len: int) -> float:
+        """Return model FLOPs (not hardware's) of forward and backward, per token."""
+    def with_vocab_size(self, vocab_size: int) -> "ModelArgs": ...
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A family: its flavours, and how to build, split and initialise one."""
+
+    name: str
+    flavors: dict[str, ModelArgs]
+    build: Callable[[ModelArgs], nn.Module]
+    plan: Callable[[ModelArgs], ParallelPlan]
+    init_rules: Callable[[ModelArgs], tuple[InitRule, ...]]
