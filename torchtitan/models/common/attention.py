@@ -24,8 +24,9 @@ class ScaledDotProductAttention(nn.Module):
         if q.device.type == "cuda":
             return self._forward_cuda(q, k, v)
         dtype = kernel_dtype(q) if self.chooses_kernel_dtype else q.dtype
-        out = F.scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), is_causal=True, enable_gqa=True)
-        return out.to(q.dtype)
+        # The CPU kernel is up to a tenth faster on contiguous heads, and the copy is nearly free.
+        operands = (tensor.to(dtype).contiguous() for tensor in (q, k, v))
+        return F.scaled_dot_product_attention(*operands, is_causal=True, enable_gqa=True).to(q.dtype)
 
     def _forward_cuda(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if q.dtype == torch.float32:  # only the memory-efficient kernel takes fp32, and it knows no grouped heads

@@ -45,7 +45,7 @@ def _scaling(factor: float) -> RoPEScaling:
 
 
 FLAVORS = {
-    "debugmodel": Llama3Args(dim=256, num_layers=6, num_heads=8, num_kv_heads=2, hidden_dim=768, vocab_size=0),
+    "debugmodel": Llama3Args(dim=256, num_layers=6, num_heads=8, num_kv_heads=2, hidden_dim=512, vocab_size=0),
     "1B": Llama3Args(2048, 16, 32, 8, 8192, rope_scaling=_scaling(32.0), tie_embeddings=True),
     "3B": Llama3Args(3072, 28, 24, 8, 8192, rope_scaling=_scaling(32.0), tie_embeddings=True),
     "8B": Llama3Args(4096, 32, 32, 8, 14336, rope_scaling=_scaling(8.0)),

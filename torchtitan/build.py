@@ -1,0 +1,120 @@
+"""From the configuration to the parts; the only file that sees everything."""
+
+import logging
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from torchtitan.components.checkpoint import Checkpointer, ModelState, OptimizerState
+from torchtitan.components.loss import ChunkedCrossEntropy
+from torchtitan.components.lr_scheduler import build_lr_scheduler
+from torchtitan.components.metrics import MetricsLogger
+from torchtitan.components.optimizer import build_optimizer
+from torchtitan.components.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.config.job import JobConfig
+from torchtitan.config.validate import resolve_degrees, resolve_global_batch_size
+from torchtitan.data.loader import TrainLoader, build_dataloader
+from torchtitan.distributed.parallel_dims import ParallelDims, build_parallel_dims
+from torchtitan.distributed.parallelize import SplitOptions, parallelize
+from torchtitan.models import get_args, get_spec, resolve_vocab_size
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.init import initialise
+from torchtitan.models.spec import ModelArgs
+from torchtitan.runner import SingleStageRunner
+from torchtitan.tools.device import peak_flops
+from torchtitan.tools.gc import ScheduledGC
+from torchtitan.tools.profiling import Profiler
+from torchtitan.tools.stop import StopSignal
+from torchtitan.trainer import TrainerOptions, TrainerParts
+
+logger = logging.getLogger(__name__)
+
+
+def model_args(config: JobConfig, tokenizer: Tokenizer) -> ModelArgs:
+    """Return the arguments of the model that is asked for; raises ConfigError for an unknown name or flavour."""
+    args = get_args(get_spec(config.model.name), config.model.flavor)
+    return resolve_vocab_size(args, config.model.flavor, tokenizer.vocab_size)
+
+
+def build_parts(config: JobConfig, args: ModelArgs, tokenizer: Tokenizer, device: torch.device, stop: StopSignal) -> TrainerParts:
+    """Return all parts of a run, in the order in which they need each other; collective."""
+    degrees = resolve_degrees(config.parallelism, dist.get_world_size())
+    dims = build_parallel_dims(device, dp_shard=degrees.dp_shard, cp=degrees.cp)
+    options = _trainer_options(config, dims)
+    logger.info(
+        "Layout:\n%s",
+        dims.table(
+            global_batch_size=options.global_batch_size,
+            local_batch_size=config.training.local_batch_size,
+            seq_len=config.training.seq_len,
+        ),
+    )
+    dataloader = _build_dataloader(config, tokenizer, dims, options)
+    model = build_model(config, args, dims, device)
+    optimizer = build_optimizer(model, config.optimizer)
+    lr_scheduler = build_lr_scheduler(optimizer, config.lr_scheduler, config.training.steps)
+    checkpointer = _build_checkpointer(config, {
+        "model": ModelState(model),
+        "optimizer": OptimizerState(model, optimizer),
+        "lr_scheduler": lr_scheduler,
+        "dataloader": dataloader,
+    })
+    return TrainerParts(
+        model=model,
+        runner=SingleStageRunner(model, ChunkedCrossEntropy(config.training.loss_chunk_tokens)),
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        dataloader=dataloader,
+        checkpointer=checkpointer,
+        metrics=_build_metrics(config, args, device),
+        profiler=Profiler(config.profiling, Path(config.job.dump_folder), device),
+        gc=ScheduledGC(config.training.gc_freq),
+        stop=stop,
+        dims=dims,
+        device=device,
+        options=options,
+    )
+
+
+def build_model(config: JobConfig, args: ModelArgs, dims: ParallelDims, device: torch.device) -> Decoder:
+    """Return the split model with its initial weights: built on meta, split, materialised, initialised."""
+    spec = get_spec(config.model.name)
+    with torch.device("meta"):
+        model = spec.build(args).to(getattr(torch, config.training.dtype))
+    plan = spec.plan(args)
+    parallelize(model, plan, dims, _split_options(config))
+    model.to_empty(device=device)
+    initialise(model, spec.init_rules(args), config.debug.seed)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    logger.info("Model: %s %s, %s parameters", config.model.name, config.model.flavor, f"{num_parameters:,}")
+    return model
+
+
+def _split_options(config: JobConfig) -> SplitOptions:
+    parallelism = config.parallelism
+    return SplitOptions(
+        seq_len=config.training.seq_len,
+        cp_method=parallelism.context_parallel_method,
+        cp_rotate_method=parallelism.context_parallel_rotate_method,
+        cp_load_balancer=parallelism.context_parallel_load_balancer,
+        activation_checkpoint=config.activation_checkpoint.mode,
+        param_dtype=getattr(torch, config.training.mixed_precision_param),
+        reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
+    )
+
+
+def _trainer_options(config: JobConfig, dims: ParallelDims) -> TrainerOptions:
+    training = config.training
+    global_batch_size = resolve_global_batch_size(training, dims.dp_shard)
+    return TrainerOptions(
+        steps=training.steps,
+        seq_len=training.seq_len,
+        global_batch_size=global_batch_size,
+        num_microbatches=global_batch_size // (training.local_batch_size * dims.dp_shard),
+        max_norm=training.max_norm,
+        load_balancer=config.parallelism.context_parallel_load_balancer,
+        check_same_data=config.debug.deterministic,
+        train_timeout_s=config.comm.train_timeout_seconds,
+        create_seed_checkpoint=config.checkpoint.create_seed_checkpoint,
+    )

@@ -1,0 +1,208 @@
+"""The training loop. Letters: B batch, S sequence."""
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from torchtitan.batch import IGNORED_LABEL, Batch, CPLayout
+from torchtitan.components.checkpoint import Checkpointer
+from torchtitan.components.metrics import MetricsLogger
+from torchtitan.data.loader import TrainLoader
+from torchtitan.distributed.collectives import all_gather_rows, all_reduce_sum
+from torchtitan.distributed.context_parallel import cp_shard
+from torchtitan.distributed.grad_norm import clip_gradients, grad_norm, local_gradients
+from torchtitan.distributed.parallel_dims import ParallelDims
+from torchtitan.distributed.process_group import set_timeout
+from torchtitan.errors import NonFiniteError, TitanError
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.runner import SingleStageRunner
+from torchtitan.tools.gc import ScheduledGC
+from torchtitan.tools.profiling import Profiler
+from torchtitan.tools.stop import StopSignal
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """The plain values that steer the loop."""
+
+    steps: int
+    seq_len: int
+    global_batch_size: int
+    num_microbatches: int  # per step and dp rank
+    max_norm: float
+    load_balancer: str
+    check_same_data: bool  # at every step; else at the first of a run only
+    train_timeout_s: int
+    create_seed_checkpoint: bool
+
+
+@dataclass
+class TrainerParts:
+    """What `build` made; the trainer only brings the parts together."""
+
+    model: Decoder
+    runner: SingleStageRunner
+    optimizer: Optimizer
+    lr_scheduler: LambdaLR
+    dataloader: TrainLoader
+    checkpointer: Checkpointer
+    metrics: MetricsLogger
+    profiler: Profiler
+    gc: ScheduledGC
+    stop: StopSignal
+    dims: ParallelDims
+    device: torch.device
+    options: TrainerOptions
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """What all ranks know alike after the backward of a step."""
+
+    loss: float  # mean over the step's valid tokens
+    loss_max: float  # largest of the ranks' means
+    stop: bool  # some rank was asked to stop
+
+
+class Trainer:
+    """Runs the steps; subclass it and pass the class to `torchtitan.train.main` to change one."""
+
+    def __init__(self, parts: TrainerParts) -> None:
+        self.parts = parts
+        self.options = parts.options
+        self.dims = parts.dims
+        self.step = 0  # updates done
+        self.tokens_seen = 0  # of all ranks, each token once
+        self.first_step = True  # of this run
+        parts.checkpointer.states["trainer"] = self
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the global counters."""
+        return {"step": self.step, "tokens_seen": self.tokens_seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the global counters."""
+        self.step, self.tokens_seen = int(state["step"]), int(state["tokens_seen"])
+
+    def train(self) -> None:
+        """Run from the loaded step to the last, or to a stop signal."""
+        self.parts.checkpointer.load()
+        if self.options.create_seed_checkpoint:
+            self.parts.checkpointer.save(0)
+            return
+        self.parts.metrics.truncate_after(self.step)
+        microbatches = iter(self.parts.dataloader)
+        stop = False
+        while self.step < self.options.steps and not stop:
+            stop = self.train_step(microbatches)
+            self._after_step(last=stop or self.step == self.options.steps)
+        if stop:
+            logger.warning("Stopped after step %d of %d by a signal", self.step, self.options.steps)
+        elif self.first_step:
+            logger.warning("Nothing to do: step %d of %d is done already", self.step, self.options.steps)
+
+    def train_step(self, microbatches: Iterator[dict[str, torch.Tensor]]) -> bool:
+        """Do one update; returns whether some rank wants to stop."""
+        metrics, optimizer = self.parts.metrics, self.parts.optimizer
+        metrics.start_step()
+        with metrics.data_loading():
+            raw = [next(microbatches) for _ in range(self.options.num_microbatches)]
+        valid_tokens = self._count_valid_tokens(raw)
+        optimizer.zero_grad()
+        batches = [self.post_dataloading_process(microbatch) for microbatch in raw]
+        total = sum(self.parts.runner.forward_backward(batch, max(1, valid_tokens)) for batch in batches)
+        gradients = local_gradients(self.parts.model.parameters())
+        norm = grad_norm(gradients, self.dims.fsdp_mesh)
+        summary = self._summarise(torch.as_tensor(total), batches, valid_tokens)
+        self._check_finite(summary, norm)
+        if self.options.max_norm > 0:
+            clip_gradients(gradients, norm, self.options.max_norm)
+        lr = self.parts.lr_scheduler.get_last_lr()[0]
+        optimizer.step()
+        self.parts.lr_scheduler.step()
+        self._count(summary, norm, lr)
+        return summary.stop
+
+    def post_dataloading_process(self, microbatch: dict[str, torch.Tensor]) -> Batch:
+        """Return the batch that the model gets: on the device, and this rank's tokens of each sequence.
+
+        `microbatch` holds whole sequences, the same on all ranks of a cp group: input, labels (shifted) and positions,
+        each [B, S].
+        """
+        device = self.parts.device
+        batch = Batch(
+            microbatch["input"].to(device, non_blocking=True),
+            microbatch["labels"].to(device, non_blocking=True),
+            microbatch["positions"].to(device, non_blocking=True),
+        )
+        if self.dims.cp == 1:
+            return batch
+        if self.first_step or self.options.check_same_data:
+            self._check_same_data(batch)
+        balancer = self.options.load_balancer
+        layout = CPLayout(self.dims.cp, balancer, batch.inputs.size(-1))
+        whole = [batch.inputs, batch.labels, batch.positions]
+        return batch.cut(layout, *cp_shard(self.dims.cp_mesh, whole, load_balancer=balancer))
+
+    def _count_valid_tokens(self, raw: list[dict[str, torch.Tensor]]) -> int:
+        local = sum(int((microbatch["labels"] != IGNORED_LABEL).sum()) for microbatch in raw)
+        # Every rank of a cp group counted the same whole sequences.
+        total = all_reduce_sum(local, self.dims.fsdp_mesh) // self.dims.cp
+        if total == 0:
+            logger.warning("Step %d has no valid token: its loss and gradients are 0", self.step + 1)
+        return total
+
+    def _check_same_data(self, batch: Batch) -> None:
+        weights = torch.arange(1, batch.inputs.numel() + 1, device=batch.inputs.device)
+        flat = (batch.inputs.flatten(), batch.labels.flatten(), batch.positions.flatten().long())
+        digest = torch.stack([(part * weights).sum() for part in flat])
+        rows = all_gather_rows(digest, self.dims.cp_mesh)  # [cp, 3]
+        ranks = self.dims.cp_mesh.mesh.flatten().tolist()
+        different = [rank for rank, row in zip(ranks, rows, strict=True) if not torch.equal(row, rows[0])]
+        if different:
+            raise TitanError(
+                f"step {self.step + 1}: ranks {ranks[0]} and {different[0]} are of one cp group but were fed different "
+                "samples; the data loader must be keyed by the dp rank"
+            )
+
+    def _summarise(self, total: torch.Tensor, batches: list[Batch], valid_tokens: int) -> StepSummary:
+        local_tokens = sum((batch.labels != IGNORED_LABEL).sum() for batch in batches)
+        wish = torch.full_like(total, float(bool(self.parts.stop)))
+        row = torch.stack([total, torch.as_tensor(local_tokens, dtype=total.dtype, device=total.device), wish])
+        sums, tokens, wishes = all_gather_rows(row, self.dims.fsdp_mesh).unbind(1)  # [ranks] each
+        means = [float(mean) for mean, count in zip(sums / tokens, tokens, strict=True) if count > 0]
+        return StepSummary(float(sums.sum()) / max(1, valid_tokens), max(means, default=0.0), bool(wishes.any()))
+
+    def _check_finite(self, summary: StepSummary, norm: float) -> None:
+        for name, value in (("loss", summary.loss), ("gradient norm", norm)):
+            if not math.isfinite(value):
+                raise NonFiniteError(
+                    f"step {self.step + 1}: the {name} is {value}; all ranks stop before the update, so the parameters "
+                    f"are those after step {self.step}"
+                )
+
+    def _count(self, summary: StepSummary, norm: float, lr: float) -> None:
+        tokens = self.options.global_batch_size * self.options.seq_len
+        self.step += 1
+        self.tokens_seen += tokens
+        self.parts.metrics.log(
+            self.step, loss=summary.loss, loss_max=summary.loss_max, grad_norm=norm, lr=lr, tokens=tokens,
+            tokens_seen=self.tokens_seen, last=summary.stop or self.step == self.options.steps,
+        )
+
+    def _after_step(self, *, last: bool) -> None:
+        if self.first_step:
+            self.first_step = False
+            set_timeout(self.options.train_timeout_s)
+        if self.parts.checkpointer.should_save(self.step, last=last):
+            self.parts.checkpointer.save(self.step)
+        self.parts.gc.run(self.step)
+        self.parts.profiler.step()
