@@ -74,7 +74,7 @@ _SELECTIVE_DETAILS = (
 
 # The first pattern that fits counts; only sections that this project does not have are matched whole, so that a
 # misspelt key of the others stays unknown.
-_ABSENT = {
+ABSENT = {
     "job.custom_config_module": _refuse(_NO_IMPORT),
     "experimental.*": _refuse(_NO_IMPORT),
     "model.converters": _refuse(_NO_QUANTIZED),
@@ -185,7 +185,7 @@ def _adapt_value(key: str, value: Any, adapted: Adapted) -> None:
 
 
 def _find(key: str) -> Absent | None:
-    return next((absent for pattern, absent in _ABSENT.items() if fnmatchcase(key, pattern)), None)
+    return next((absent for pattern, absent in ABSENT.items() if fnmatchcase(key, pattern)), None)
 
 
 def _judge(key: str, value: Any, absent: Absent, given: Mapping[str, Any], adapted: Adapted) -> None:

@@ -139,8 +139,10 @@ def _rename(layer: _Layer, notes: list[str]) -> Iterator[str]:
 def _literal(text: str) -> Any:
     """Return the value that a text of the command line would have in a file."""
     words = {"true": True, "false": False, "none": ""}
+    if text.casefold() in words:
+        return words[text.casefold()]
     try:
-        return words.get(text.casefold(), tomli.loads(f"value = {text}").get("value"))
+        return tomli.loads(f"value = {text}")["value"]
     except tomli.TOMLDecodeError:
         return text
 
@@ -167,14 +169,9 @@ def _unknown(key: str) -> str:
         return f"this is a section, written [{key}]"
     section, _, name = key.rpartition(".")
     leaves = {option.partition(".")[2] for option in OPTIONS}
-    close = [
-        option
-        for leaf in get_close_matches(name, leaves, cutoff=0.7)
-        for option in OPTIONS
-        if option.endswith(f".{leaf}")
-    ]
-    here = [option for option in close if option.startswith(f"{section}.")]
-    known = here or close
+    close = {name} if name in leaves else set(get_close_matches(name, leaves, cutoff=0.7))
+    similar = [option for option in OPTIONS if option.partition(".")[2] in close]
+    known = [option for option in similar if option.startswith(f"{section}.")] or similar
     hint = f"; did you mean {', '.join(known)}?" if known else nearest(key, OPTIONS)
     return f"unknown option{hint or '; --help lists all options'}"
 
@@ -182,7 +179,7 @@ def _unknown(key: str) -> str:
 def _check_file_types(file: _Layer) -> Iterator[str]:
     for key, value in file.values.items():
         if not _fits(value, OPTIONS[key]):
-            yield file.line(key, _rule(key, value))
+            yield file.line(key, _rule(key))
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -193,11 +190,11 @@ def _fits(value: Any, kind: Any) -> bool:
     return type(value) is kind  # exactly: a bool is an int to isinstance
 
 
-def _rule(key: str, value: Any) -> str:
+def _rule(key: str) -> str:
     """Return what values the option allows."""
     kind = OPTIONS[key]
     if get_origin(kind) is Literal:
-        return f"it must be one of {', '.join(get_args(kind))}{nearest(str(value), get_args(kind))}"
+        return f"it must be one of {', '.join(get_args(kind))}"
     rules = {bool: "true or false", int: "a whole number", str: "a text", float: "a number", float | None: "a number"}
     return f"it must be {rules[kind]}"
 
@@ -208,7 +205,7 @@ def _check_texts(line: _Layer) -> Iterator[str]:
         return
     for key, text in line.values.items():
         if not _is_parsed({key: text}):
-            yield line.line(key, _rule(key, text))
+            yield line.line(key, _rule(key))
 
 
 def _is_parsed(texts: Mapping[str, str]) -> bool:

@@ -44,10 +44,10 @@ class Training:
     """python_stdlib: the running Python's own source files; c4: streamed from the Hugging Face hub; local: the files of
     training.dataset_path."""
     dataset_path: str = ""
-    """File or folder of JSON, JSONL, Parquet, text, or a saved `datasets` folder; given without training.dataset it
+    """File, folder or glob of JSON, JSONL, Parquet or text, or a saved `datasets` folder; with the default data set it
     means local."""
     dataset_text_field: str = "text"
-    """Name of the field that holds the text of a document, in local data that has fields."""
+    """Name of the field that holds the text of a document, in data that has fields."""
     local_batch_size: int = 8
     """Sequences per microbatch and data-parallel rank; 1 or more."""
     global_batch_size: int = -1

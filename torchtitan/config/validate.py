@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from glob import glob
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
@@ -203,12 +204,12 @@ def _check_cut(seq_len: int, cp: int, load_balancer: str, context_length: int) -
     if balanced:
         rule = f"head-tail balancing cuts a sequence in 2 x context_parallel_degree {cp} equal chunks"
     lengths = [length for length in _nearest_multiples(seq_len, factor) if int(length) <= context_length]
-    remedies = [f"use {_either(lengths)}"] if lengths else []
+    remedies = [_either(lengths)] if lengths else []
     if balanced and seq_len % cp == 0:
         remedies.append("--parallelism.context_parallel_load_balancer=none")
     remedies.append("another --parallelism.context_parallel_degree")
     fact = f"{seq_len} is not a multiple of {factor}"
-    raise option_error("training.seq_len", seq_len, fact, rule, ", or ".join(remedies))
+    raise option_error("training.seq_len", seq_len, fact, rule, f"use {', or '.join(remedies)}")
 
 
 def _check_decay(config: JobConfig) -> None:
@@ -253,7 +254,7 @@ def _check_dataset(training: Training) -> None:
     if training.dataset == "c4" and path:
         fact, rule = "c4 is streamed from the hub and would ignore it", "a path is read with --training.dataset=local"
         raise option_error("training.dataset_path", path, fact, rule, "use --training.dataset=local, or drop the path")
-    if path and not Path(path).exists():
+    if path and not glob(str(Path(path).expanduser()), recursive=True) and not Path(path).expanduser().exists():
         raise _missing_path("training.dataset_path", path)
 
 
@@ -337,8 +338,8 @@ def _idle_groups(config: JobConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield "metrics.enable_tensorboard is false", ("metrics.save_tb_folder",)
     yield from _idle_profiling(config)
     yield from _idle_schedule(config)
-    if not config.training.dataset_path:
-        yield "training.dataset_path is empty", ("training.dataset_text_field",)
+    if config.training.dataset == "python_stdlib" and not config.training.dataset_path:
+        yield "training.dataset is python_stdlib", ("training.dataset_text_field",)
 
 
 def _idle_profiling(config: JobConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
