@@ -21,3 +21,62 @@ from torchtitan.tools.stop import StopSignal
 from torchtitan.trainer import Trainer
 
 logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None, trainer_class: type[Trainer] = Trainer) -> int:
+    """Run a training job from its command line; returns the exit code (0 done or stopped, 1 failed, 2 refused).
+
+    `trainer_class` is how a file of the user's own brings its Trainer: `sys.exit(main(trainer_class=MyTrainer))`.
+    """
+    stop = StopSignal()
+    stop.install()
+    try:
+        return _run(sys.argv[1:] if argv is None else argv, trainer_class, stop)
+    except ConfigError as error:  # every rank finds it alike: shown once
+        if rank_from_env() == 0:
+            print(error, file=sys.stderr, flush=True)
+        return error.exit_code
+    except TitanError as error:
+        logger.error("%s", error)
+        return error.exit_code
+
+
+def _run(argv: Sequence[str], trainer_class: type[Trainer], stop: StopSignal) -> int:
+    config, notes = load_config(argv)
+    if config.job.print_config:
+        if rank_from_env() == 0:
+            print(to_toml(config), end="")
+        return 0
+    init_logging(rank_from_env(), color=not config.metrics.disable_color_printing)
+    for note in notes if rank_from_env() == 0 else ():
+        logger.warning("%s", note)
+    train(config, trainer_class, stop)
+    return 0
+
+
+def train(config: JobConfig, trainer_class: type[Trainer], stop: StopSignal) -> None:
+    """Validate, join the job, build and train; collective."""
+    device = resolve_device()
+    tokenizer = build_tokenizer(config.model.tokenizer_path)
+    args = model_args(config, tokenizer)
+    check(config, world_size=world_size_from_env(), device_type=device.type, context_length=args.context_length)
+    set_determinism(config.debug.seed, config.debug.deterministic)
+    init_process_group(device, config.comm.init_timeout_seconds)
+    if config.job.description:
+        logger.info("Job: %s", config.job.description)
+    _write_config(config)
+    trainer = trainer_class(build_parts(config, args, tokenizer, device, stop))
+    trainer.train()
+    trainer.close()
+    dist.destroy_process_group()
+
+
+def _write_config(config: JobConfig) -> None:
+    if dist.get_rank() == 0:
+        folder = Path(config.job.dump_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(to_toml(config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

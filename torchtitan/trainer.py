@@ -201,7 +201,7 @@ class Trainer:
     def _after_step(self, *, last: bool) -> None:
         if self.first_step:
             self.first_step = False
-            set_timeout(self.options.train_timeout_s)
+            set_timeout(self.options.train_timeout_s, (self.dims.cp_mesh, self.dims.fsdp_mesh))
         if self.parts.checkpointer.should_save(self.step, last=last):
             self.parts.checkpointer.save(self.step)
         self.parts.gc.run(self.step)

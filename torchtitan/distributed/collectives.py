@@ -7,9 +7,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 def all_gather_rows(row: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Return the rows of all ranks of `mesh`, in their order: [N] -> [ranks, N], on the CPU."""
-    rows = row.new_empty(mesh.size() * row.numel())
-    dist.all_gather_into_tensor(rows, row.contiguous(), group=mesh.get_group())
-    return rows.view(mesh.size(), -1).cpu()
+    rows = [torch.empty_like(row) for _ in range(mesh.size())]
+    dist.all_gather(rows, row.contiguous(), group=mesh.get_group())
+    return torch.stack(rows).cpu()
 
 
 def all_reduce_sum(value: int, mesh: DeviceMesh) -> int:

@@ -1,10 +1,12 @@
 """Start and end of the process group, from torchrun's environment or alone."""
 
 import os
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def world_size_from_env() -> int:
@@ -27,7 +29,7 @@ def init_process_group(device: torch.device, timeout_s: int) -> None:
         dist.init_process_group(backend, timeout=timeout)
 
 
-def set_timeout(timeout_s: int, groups: list[dist.ProcessGroup]) -> None:
-    """Shorten the timeout of collectives once the first step, which compiles and allocates, is over."""
-    for group in groups:
+def set_timeout(timeout_s: int, meshes: Iterable[DeviceMesh]) -> None:
+    """Change the timeout of the world's collectives and of those of one-axis meshes, for the calls to come."""
+    for group in [dist.group.WORLD, *(mesh.get_group() for mesh in meshes)]:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
