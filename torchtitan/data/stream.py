@@ -1,0 +1,179 @@
+"""Data of the Hugging Face hub, streamed: split by document over the dp ranks, tokenised and packed on the fly."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import IterableDataset
+
+from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.data.loader import Microbatch, build_stateful_loader, shift
+from torchtitan.errors import ConfigError, DataError, option_error
+
+if TYPE_CHECKING:
+    import datasets
+
+OpenStream = Callable[[], "datasets.IterableDataset"]
+
+
+def open_c4() -> "datasets.IterableDataset":
+    """Return the English part of C4, streamed."""
+    import datasets
+
+    return datasets.load_dataset("allenai/c4", "en", split="train", streaming=True)
+
+
+class StreamLoader:
+    """Streams the documents of one dp rank; its state is this rank's and fits no other number of ranks or workers."""
+
+    def __init__(
+        self,
+        open_stream: OpenStream,
+        name: str,
+        text_field: str,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        local_batch_size: int,
+        dp_rank: int,
+        dp_degree: int,
+        num_workers: int,
+    ) -> None:
+        stream = _open_part(open_stream, name, dp_rank, dp_degree)
+        _check_workers(num_workers, stream.num_shards, name, dp_rank)
+        self._microbatches = _StreamedMicrobatches(stream, name, text_field, tokenizer, seq_len, local_batch_size)
+        self._loader = build_stateful_loader(self._microbatches, num_workers, sampler=None)
+        self._layout = {"dp_degree": dp_degree, "num_workers": num_workers, "seq_len": seq_len}
+        self._tokenizer = tokenizer.fingerprint
+        self._key = f"dp_rank_{dp_rank}"
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        for item in self._loader:
+            if isinstance(item, DataError):  # raised in a worker, it would come with the worker's traceback
+                raise item
+            yield item
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the layout, and this rank's position under a key of its own."""
+        return {**self._layout, "tokenizer": self._tokenizer, self._key: json.dumps(self._loader.state_dict())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the position.
+
+        Raises:
+            ConfigError: it was saved with another number of dp ranks or workers, another length or tokenizer.
+        """
+        _check_layout(state_dict, self._layout)
+        if state_dict["tokenizer"] != self._tokenizer:
+            raise ConfigError("the checkpoint's tokenizer is another one; give the same by --model.tokenizer_path")
+        self._loader.load_state_dict(json.loads(state_dict[self._key]))
+
+
+class _StreamedMicrobatches(IterableDataset[Microbatch | DataError]):
+    """Packs documents, each BOS + text + EOS, into windows that advance by S; passes over the stream without end."""
+
+    def __init__(
+        self,
+        stream: "datasets.IterableDataset",
+        name: str,
+        text_field: str,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        local_batch_size: int,
+    ) -> None:
+        self._stream = stream
+        self._name = name
+        self._text_field = text_field
+        self._tokenizer = tokenizer
+        self._shape = (local_batch_size, seq_len)
+        self._epoch = 0
+        self._rest: list[int] = []  # tokens that are in no window yet, but for the first
+
+    def __iter__(self) -> Iterator[Microbatch | DataError]:
+        try:
+            while True:
+                yield from self._one_pass()
+                self._epoch += 1
+                # Without it, a stream whose state was loaded begins every pass at that state, or yields nothing.
+                self._stream.set_epoch(self._epoch)
+        except DataError as error:
+            yield error
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position behind the last microbatch."""
+        return {"stream": self._stream.state_dict(), "epoch": self._epoch, "rest": self._rest}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the position."""
+        self._epoch, self._rest = state_dict["epoch"], list(state_dict["rest"])
+        self._stream.set_epoch(self._epoch)
+        self._stream.load_state_dict(state_dict["stream"])
+
+    def _one_pass(self) -> Iterator[Microbatch]:
+        batch_size, seq_len = self._shape
+        num_labels = batch_size * seq_len
+        num_documents = 0
+        for text in self._texts():
+            num_documents += 1
+            self._rest += [self._tokenizer.bos_id, *self._tokenizer.encode(text), self._tokenizer.eos_id]
+            while len(self._rest) > num_labels:
+                tokens = np.asarray(self._rest[: num_labels + 1], np.int64)
+                del self._rest[:num_labels]
+                windows = np.lib.stride_tricks.sliding_window_view(tokens, seq_len + 1)[::seq_len]  # [B, S + 1]
+                yield shift(windows.copy())
+        if num_documents == 0:
+            raise DataError(f"{self._name}: a whole pass over this rank's part of the stream gave no document")
+
+    def _texts(self) -> Iterator[str]:
+        """Yield the texts of one pass, failures of the network and of the format as DataErrors."""
+        rows = iter(self._stream)
+        while True:
+            try:
+                row = next(rows)
+            except StopIteration:
+                return
+            except Exception as error:  # the hub's client, fsspec and the readers each raise their own
+                raise _stream_error(self._name, error) from error
+            if not isinstance(row.get(self._text_field), str):
+                raise DataError(
+                    f"{self._name}: no field {self._text_field!r} with text; the fields are: {', '.join(row)}; "
+                    "choose one by --training.dataset_text_field"
+                )
+            yield row[self._text_field]
+
+
+def _open_part(open_stream: OpenStream, name: str, dp_rank: int, dp_degree: int) -> "datasets.IterableDataset":
+    from datasets.distributed import split_dataset_by_node
+
+    try:
+        return split_dataset_by_node(open_stream(), rank=dp_rank, world_size=dp_degree)
+    except Exception as error:  # as above: no common base
+        raise _stream_error(name, error) from error
+
+
+def _stream_error(name: str, error: Exception) -> DataError:
+    return DataError(
+        f"--training.dataset={name}: cannot be streamed from the Hugging Face hub: {type(error).__name__}: {error}; "
+        "check the network and HF_HUB_OFFLINE, or train on files of your own by --training.dataset_path"
+    )
+
+
+def _check_workers(num_workers: int, num_shards: int, name: str, dp_rank: int) -> None:
+    if num_workers > num_shards:
+        fact = f"{name} has {num_shards} shards for dp rank {dp_rank}"
+        raise option_error(
+            "training.num_workers", num_workers, fact, "each worker needs a shard", f"give {num_shards} or less"
+        )
+
+
+def _check_layout(saved: dict[str, Any], now: dict[str, int]) -> None:
+    flags = {
+        "dp_degree": "parallelism.data_parallel_shard_degree",
+        "num_workers": "training.num_workers",
+        "seq_len": "training.seq_len",
+    }
+    for name, flag in flags.items():
+        if saved[name] != now[name]:
+            fact = f"the checkpoint was made with {name} {saved[name]}, this run has {now[name]}"
+            rule = "streamed data goes on in the layout that it was saved in only"
+            raise option_error(flag, now[name], fact, rule, f"give {saved[name]}")
