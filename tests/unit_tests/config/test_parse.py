@@ -130,6 +130,10 @@ def test_a_file_with_a_wrong_value(tmp_path: Path, line: str, message: str) -> N
         ("--parallelism.context_parallel_method=gather", "it must be one of ring"),
         ("--parallelism.context_parallel_load_balancer=zigzag", "it must be one of headtail, none"),
         ("--training.lr=1", "--training.lr=1: unknown option; did you mean optimizer.lr?"),
+        (
+            "--profiling.save_trace_folder=x",  # and not metrics.save_tb_folder, which is as near but elsewhere
+            "did you mean profiling.save_traces_folder?",
+        ),
         ("--debug.no_deterministic=True", "unknown option; did you mean debug.deterministic?"),
         ("--job.description=\udcff", r"'--job.description=\udcff': not UTF-8"),
         ("-x", "-x: unexpected argument"),

@@ -248,6 +248,31 @@ def test_numbers_out_of_range(option: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "option",
+    [
+        "training.local_batch_size",
+        "training.seq_len",
+        "training.steps",
+        "training.gc_freq",
+        "optimizer.lr",
+        "optimizer.eps",
+        "checkpoint.interval",
+        "metrics.log_freq",
+        "profiling.profile_freq",
+        "comm.init_timeout_seconds",
+        "comm.train_timeout_seconds",
+    ],
+)
+def test_zero_is_refused_where_it_would_divide_or_never_happen(option: str) -> None:
+    assert refusal(config_of(**{option.replace(".", "__"): 0})).startswith(f"--{option}=0: 0 is out of range; ")
+
+
+@pytest.mark.parametrize(("option", "value"), [("optimizer.beta1", 1.0), ("optimizer.beta2", 1.0)])
+def test_a_mean_that_never_moves_is_refused(option: str, value: float) -> None:
+    assert "it must be from 0 to below 1" in refusal(config_of(**{option.replace(".", "__"): value}))
+
+
+@pytest.mark.parametrize(
     ("option", "value"),
     [
         ("training.max_norm", 0.0),
