@@ -217,12 +217,16 @@ def test_every_refused_key_is_in_one_message(tmp_path: Path) -> None:
     first, *lines = [line.partition("torchtitan.toml: ")[2] or line.strip() for line in str(caught.value).splitlines()]
     assert first == "5 options cannot be used:"
     assert lines == [
-        "model.converters = ['quantize.linear.float8']: quantised training does not exist here; remove it, bfloat16 is "
-        "the narrowest",
+        (
+            "model.converters = ['quantize.linear.float8']: quantised training does not exist here; remove it, bfloat16 is "
+            "the narrowest"
+        ),
         "validation.enable = true: validation does not exist here; remove it, and evaluate a checkpoint on its own",
         'comm.mode = "fake_backend": collectives are always real; use "default"',
-        'experimental.custom_import = "mine": modules are not imported by name; start a script of your own by '
-        "TRAIN_FILE",
+        (
+            'experimental.custom_import = "mine": modules are not imported by name; start a script of your own by '
+            "TRAIN_FILE"
+        ),
         "--compile.enable=True: compiling does not exist here; remove it, the kernels run eagerly",
     ]
 

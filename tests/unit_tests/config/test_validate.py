@@ -155,16 +155,20 @@ def test_context_parallel_ranks_share_samples() -> None:
             62,
             2,
             "headtail",
-            "62 is not a multiple of 4; head-tail balancing cuts a sequence in 2 x context_parallel_degree 2 equal "
-            "chunks; use 60 or 64, or --parallelism.context_parallel_load_balancer=none, or another "
-            "--parallelism.context_parallel_degree",
+            (
+                "62 is not a multiple of 4; head-tail balancing cuts a sequence in 2 x context_parallel_degree 2 equal "
+                "chunks; use 60 or 64, or --parallelism.context_parallel_load_balancer=none, or another "
+                "--parallelism.context_parallel_degree"
+            ),
         ),
         (
             63,
             2,
             "none",
-            "63 is not a multiple of 2; context parallelism cuts a sequence in 2 equal chunks; use 62 or 64, or "
-            "another --parallelism.context_parallel_degree",
+            (
+                "63 is not a multiple of 2; context parallelism cuts a sequence in 2 equal chunks; use 62 or 64, or "
+                "another --parallelism.context_parallel_degree"
+            ),
         ),
         (63, 2, "headtail", "63 is not a multiple of 4; .* use 60 or 64, or another"),
         (
@@ -435,8 +439,10 @@ def test_wandb_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
                 "--parallelism.context_parallel_rotate_method=alltoall",
                 "--parallelism.context_parallel_load_balancer=none",
             ],
-            "No effect of parallelism.context_parallel_rotate_method, parallelism.context_parallel_load_balancer: "
-            "parallelism.context_parallel_degree is 1",
+            (
+                "No effect of parallelism.context_parallel_rotate_method, parallelism.context_parallel_load_balancer: "
+                "parallelism.context_parallel_degree is 1"
+            ),
         ),
         (["--checkpoint.interval=3"], "No effect of checkpoint.interval: checkpoint.enable is false"),
         (
