@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from torchtitan.data.files import SUFFIXES, Document, read_file, read_saved_dataset
-from torchtitan.errors import ConfigError, DataError, nearest, option_error
+from torchtitan.errors import ConfigError, DataError, option_error
 
 logger = logging.getLogger(__name__)
 
@@ -33,19 +33,15 @@ def find_documents(dataset: str, dataset_path: str, text_field: str) -> Document
     """Return the documents of `training.dataset` and `training.dataset_path`; a path means local files.
 
     Raises:
-        ConfigError: an unknown data set, a path that does not exist or goes with another data set.
+        ConfigError: there is no data of that name or path.
         DataError: there is nothing to read.
     """
-    if dataset not in (STDLIB, LOCAL):
-        fact = f"unknown data set{nearest(dataset, (STDLIB, LOCAL, HUB))}"
-        known = ", ".join((STDLIB, LOCAL, HUB))
-        raise option_error("training.dataset", dataset, fact, f"known: {known}", "choose one")
     if dataset_path:
         return find_local(dataset_path, text_field)
-    if dataset == LOCAL:
-        rule, remedy = "local data needs a path", "give --training.dataset_path=FILE, FOLDER or a glob"
-        raise option_error("training.dataset", LOCAL, "--training.dataset_path is not given", rule, remedy)
-    return find_stdlib(Path(sysconfig.get_path("stdlib")))
+    if dataset == STDLIB:
+        return find_stdlib(Path(sysconfig.get_path("stdlib")))
+    known = f"known: {STDLIB}, {HUB}, and {LOCAL} with --training.dataset_path"
+    raise option_error("training.dataset", dataset, "it names no documents", known, "choose one")
 
 
 @dataclass

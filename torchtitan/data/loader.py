@@ -64,15 +64,12 @@ def build_dataloader(
     `build_cache` is true on one rank of those that share `cache_folder`: it tokenises local data, the others wait.
 
     Raises:
-        ConfigError: on every rank alike: no such data set, or a path that it cannot have.
+        ConfigError: on every rank alike: there is no such data.
         DataError: on every rank alike: its files are unusable, or the hub cannot be reached.
     """
     if dataset == HUB:
         from torchtitan.data.stream import StreamLoader, open_c4
 
-        if dataset_path:
-            fact, rule = "training.dataset is c4", "c4 is streamed from the hub and has no path"
-            raise option_error("training.dataset_path", dataset_path, fact, rule, "give --training.dataset=local")
         return StreamLoader(
             open_c4, HUB, text_field, tokenizer, seq_len, local_batch_size, dp_rank, dp_degree, num_workers
         )

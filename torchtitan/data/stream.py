@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,11 +40,11 @@ class StreamLoader:
         dp_degree: int,
         num_workers: int,
     ) -> None:
-        stream = _open_part(open_stream, name, dp_rank, dp_degree)
-        _check_workers(num_workers, stream.num_shards, name, dp_rank)
-        self._microbatches = _StreamedMicrobatches(stream, name, text_field, tokenizer, seq_len, local_batch_size)
+        open_pass = _split(open_stream, name, dp_rank, dp_degree)
+        _check_workers(num_workers, open_pass().num_shards, name, dp_rank)
+        self._microbatches = _StreamedMicrobatches(open_pass, name, text_field, tokenizer, seq_len, local_batch_size)
         self._loader = build_stateful_loader(self._microbatches, num_workers, sampler=None)
-        self._layout = {"dp_degree": dp_degree, "num_workers": num_workers, "seq_len": seq_len}
+        self._layout = {"dp_degree": dp_degree, "num_workers": num_workers}
         self._tokenizer = tokenizer.fingerprint
         self._key = f"dp_rank_{dp_rank}"
 
@@ -61,7 +62,7 @@ class StreamLoader:
         """Set the position.
 
         Raises:
-            ConfigError: it was saved with another number of dp ranks or workers, another length or tokenizer.
+            ConfigError: it was saved with another number of dp ranks or workers, or another tokenizer.
         """
         _check_layout(state_dict, self._layout)
         if state_dict["tokenizer"] != self._tokenizer:
@@ -74,55 +75,58 @@ class _StreamedMicrobatches(IterableDataset[Microbatch | DataError]):
 
     def __init__(
         self,
-        stream: "datasets.IterableDataset",
+        open_pass: OpenStream,
         name: str,
         text_field: str,
         tokenizer: Tokenizer,
         seq_len: int,
         local_batch_size: int,
     ) -> None:
-        self._stream = stream
+        self._open_pass = open_pass
+        self._stream = open_pass()
         self._name = name
         self._text_field = text_field
         self._tokenizer = tokenizer
         self._shape = (local_batch_size, seq_len)
-        self._epoch = 0
+        self._num_documents = 0  # read since the start of this process
         self._rest: list[int] = []  # tokens that are in no window yet, but for the first
 
     def __iter__(self) -> Iterator[Microbatch | DataError]:
+        idle_passes = 0  # one is right where a state is loaded that was saved behind a pass's last document
         try:
-            while True:
+            while idle_passes < 2:
+                before = self._num_documents
                 yield from self._one_pass()
-                self._epoch += 1
-                # Without it, a stream whose state was loaded begins every pass at that state, or yields nothing.
-                self._stream.set_epoch(self._epoch)
+                idle_passes = idle_passes + 1 if self._num_documents == before else 0
+                # A new one, as a stream whose state was loaded begins every pass at that state. set_epoch would end
+                # that too, but for all workers together: they share it, and each of them is in a pass of its own.
+                self._stream = self._open_pass()
+            raise DataError(f"{self._name}: this rank's part of the stream has no document")
         except DataError as error:
             yield error
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position behind the last microbatch."""
-        return {"stream": self._stream.state_dict(), "epoch": self._epoch, "rest": self._rest}
+        # A copy: torchdata sends a worker's state later, and only what differs from the state before.
+        return {"stream": self._stream.state_dict(), "rest": list(self._rest)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the position."""
-        self._epoch, self._rest = state_dict["epoch"], list(state_dict["rest"])
-        self._stream.set_epoch(self._epoch)
+        self._rest = list(state_dict["rest"])
+        self._stream = self._open_pass()
         self._stream.load_state_dict(state_dict["stream"])
 
     def _one_pass(self) -> Iterator[Microbatch]:
         batch_size, seq_len = self._shape
         num_labels = batch_size * seq_len
-        num_documents = 0
         for text in self._texts():
-            num_documents += 1
+            self._num_documents += 1
             self._rest += [self._tokenizer.bos_id, *self._tokenizer.encode(text), self._tokenizer.eos_id]
             while len(self._rest) > num_labels:
                 tokens = np.asarray(self._rest[: num_labels + 1], np.int64)
                 del self._rest[:num_labels]
                 windows = np.lib.stride_tricks.sliding_window_view(tokens, seq_len + 1)[::seq_len]  # [B, S + 1]
                 yield shift(windows.copy())
-        if num_documents == 0:
-            raise DataError(f"{self._name}: a whole pass over this rank's part of the stream gave no document")
 
     def _texts(self) -> Iterator[str]:
         """Yield the texts of one pass, failures of the network and of the format as DataErrors."""
@@ -142,13 +146,15 @@ class _StreamedMicrobatches(IterableDataset[Microbatch | DataError]):
             yield row[self._text_field]
 
 
-def _open_part(open_stream: OpenStream, name: str, dp_rank: int, dp_degree: int) -> "datasets.IterableDataset":
+def _split(open_stream: OpenStream, name: str, dp_rank: int, dp_degree: int) -> OpenStream:
+    """Return a function that gives a rank's part of the stream, from its beginning."""
     from datasets.distributed import split_dataset_by_node
 
     try:
-        return split_dataset_by_node(open_stream(), rank=dp_rank, world_size=dp_degree)
+        whole = open_stream()
     except Exception as error:  # as above: no common base
         raise _stream_error(name, error) from error
+    return partial(split_dataset_by_node, whole, rank=dp_rank, world_size=dp_degree)
 
 
 def _stream_error(name: str, error: Exception) -> DataError:
@@ -167,11 +173,7 @@ def _check_workers(num_workers: int, num_shards: int, name: str, dp_rank: int) -
 
 
 def _check_layout(saved: dict[str, Any], now: dict[str, int]) -> None:
-    flags = {
-        "dp_degree": "parallelism.data_parallel_shard_degree",
-        "num_workers": "training.num_workers",
-        "seq_len": "training.seq_len",
-    }
+    flags = {"dp_degree": "parallelism.data_parallel_shard_degree", "num_workers": "training.num_workers"}
     for name, flag in flags.items():
         if saved[name] != now[name]:
             fact = f"the checkpoint was made with {name} {saved[name]}, this run has {now[name]}"
