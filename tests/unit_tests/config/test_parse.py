@@ -34,7 +34,8 @@ def test_command_line_wins_over_file_and_file_over_defaults(tmp_path: Path) -> N
     path = write(tmp_path, "[training]\nsteps = 5\nseq_len = 64\n[optimizer]\nlr = 1\n")
     config, _ = load_config([f"--job.config_file={path}", "--training.steps=7"])
     assert (config.training.steps, config.training.seq_len, config.training.local_batch_size) == (7, 64, 8)
-    assert config.optimizer.lr == 1.0 and isinstance(config.optimizer.lr, float)
+    assert config.optimizer.lr == 1.0
+    assert isinstance(config.optimizer.lr, float)
     assert config.job.config_file == path
 
 
