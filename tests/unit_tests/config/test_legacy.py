@@ -218,8 +218,8 @@ def test_every_refused_key_is_in_one_message(tmp_path: Path) -> None:
     assert first == "5 options cannot be used:"
     assert lines == [
         (
-            "model.converters = ['quantize.linear.float8']: quantised training does not exist here; remove it, bfloat16 "
-            "is the narrowest"
+            "model.converters = ['quantize.linear.float8']: quantised training does not exist here; remove it, "
+            "bfloat16 is the narrowest"
         ),
         "validation.enable = true: validation does not exist here; remove it, and evaluate a checkpoint on its own",
         'comm.mode = "fake_backend": collectives are always real; use "default"',
