@@ -6,17 +6,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchtitan.components.checkpoint import Checkpointer, ModelState, OptimizerState
+from torchtitan.components.checkpoint import Checkpointer, ModelState, OptimizerState, Stateful
 from torchtitan.components.loss import ChunkedCrossEntropy
 from torchtitan.components.lr_scheduler import build_lr_scheduler
 from torchtitan.components.metrics import MetricsLogger
 from torchtitan.components.optimizer import build_optimizer
-from torchtitan.components.tokenizer import Tokenizer, build_tokenizer
+from torchtitan.components.tokenizer import Tokenizer
 from torchtitan.config.job import JobConfig
 from torchtitan.config.validate import resolve_degrees, resolve_global_batch_size
+from torchtitan.data.cache import default_cache_folder
 from torchtitan.data.loader import TrainLoader, build_dataloader
 from torchtitan.distributed.parallel_dims import ParallelDims, build_parallel_dims
 from torchtitan.distributed.parallelize import SplitOptions, parallelize
+from torchtitan.distributed.process_group import local_rank_from_env
 from torchtitan.models import get_args, get_spec, resolve_vocab_size
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.init import initialise
@@ -29,6 +31,8 @@ from torchtitan.tools.stop import StopSignal
 from torchtitan.trainer import TrainerOptions, TrainerParts
 
 logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 def model_args(config: JobConfig, tokenizer: Tokenizer) -> ModelArgs:
@@ -54,19 +58,19 @@ def build_parts(config: JobConfig, args: ModelArgs, tokenizer: Tokenizer, device
     model = build_model(config, args, dims, device)
     optimizer = build_optimizer(model, config.optimizer)
     lr_scheduler = build_lr_scheduler(optimizer, config.lr_scheduler, config.training.steps)
-    checkpointer = _build_checkpointer(config, {
+    states: dict[str, Stateful] = {
         "model": ModelState(model),
         "optimizer": OptimizerState(model, optimizer),
         "lr_scheduler": lr_scheduler,
         "dataloader": dataloader,
-    })
+    }
     return TrainerParts(
         model=model,
         runner=SingleStageRunner(model, ChunkedCrossEntropy(config.training.loss_chunk_tokens)),
         optimizer=optimizer,
         lr_scheduler=lr_scheduler,
         dataloader=dataloader,
-        checkpointer=checkpointer,
+        checkpointer=Checkpointer(config.checkpoint, Path(config.job.dump_folder), states),
         metrics=_build_metrics(config, args, device),
         profiler=Profiler(config.profiling, Path(config.job.dump_folder), device),
         gc=ScheduledGC(config.training.gc_freq),
@@ -81,7 +85,7 @@ def build_model(config: JobConfig, args: ModelArgs, dims: ParallelDims, device: 
     """Return the split model with its initial weights: built on meta, split, materialised, initialised."""
     spec = get_spec(config.model.name)
     with torch.device("meta"):
-        model = spec.build(args).to(getattr(torch, config.training.dtype))
+        model = spec.build(args).to(_DTYPES[config.training.dtype])
     plan = spec.plan(args)
     parallelize(model, plan, dims, _split_options(config))
     model.to_empty(device=device)
@@ -99,8 +103,8 @@ def _split_options(config: JobConfig) -> SplitOptions:
         cp_rotate_method=parallelism.context_parallel_rotate_method,
         cp_load_balancer=parallelism.context_parallel_load_balancer,
         activation_checkpoint=config.activation_checkpoint.mode,
-        param_dtype=getattr(torch, config.training.mixed_precision_param),
-        reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
+        param_dtype=_DTYPES[config.training.mixed_precision_param],
+        reduce_dtype=_DTYPES[config.training.mixed_precision_reduce],
     )
 
 
@@ -117,4 +121,37 @@ def _trainer_options(config: JobConfig, dims: ParallelDims) -> TrainerOptions:
         check_same_data=config.debug.deterministic,
         train_timeout_s=config.comm.train_timeout_seconds,
         create_seed_checkpoint=config.checkpoint.create_seed_checkpoint,
+    )
+
+
+def _build_dataloader(config: JobConfig, tokenizer: Tokenizer, dims: ParallelDims, options: TrainerOptions) -> TrainLoader:
+    training = config.training
+    return build_dataloader(
+        dataset=training.dataset,
+        dataset_path=training.dataset_path,
+        text_field=training.dataset_text_field,
+        tokenizer=tokenizer,
+        seq_len=training.seq_len,
+        local_batch_size=training.local_batch_size,
+        global_batch_size=options.global_batch_size,
+        dp_rank=dims.dp_rank,
+        dp_degree=dims.dp_shard,
+        seed=config.debug.seed,
+        num_workers=training.num_workers,
+        cache_folder=default_cache_folder(),
+        build_cache=local_rank_from_env() == 0,
+        barrier=dist.barrier,
+    )
+
+
+def _build_metrics(config: JobConfig, args: ModelArgs, device: torch.device) -> MetricsLogger:
+    return MetricsLogger(
+        config.metrics,
+        Path(config.job.dump_folder),
+        writes=dist.get_rank() == 0,
+        num_devices=dist.get_world_size(),
+        flops_per_token=args.flops_per_token(config.training.seq_len),
+        peak_flops=peak_flops(device),
+        device=device,
+        num_steps=config.training.steps,
     )

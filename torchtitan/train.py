@@ -16,11 +16,11 @@ from torchtitan.distributed.determinism import set_determinism
 from torchtitan.distributed.process_group import init_process_group, rank_from_env, world_size_from_env
 from torchtitan.errors import ConfigError, TitanError
 from torchtitan.tools.device import resolve_device
-from torchtitan.tools.logging import init_logging
+from torchtitan.tools.logging import init_logging, speaks
 from torchtitan.tools.stop import StopSignal
 from torchtitan.trainer import Trainer
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("torchtitan.train")  # by name: run as a script, this module is __main__
 
 
 def main(argv: Sequence[str] | None = None, trainer_class: type[Trainer] = Trainer) -> int:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None, trainer_class: type[Trainer] = Train
     try:
         return _run(sys.argv[1:] if argv is None else argv, trainer_class, stop)
     except ConfigError as error:  # every rank finds it alike: shown once
-        if rank_from_env() == 0:
+        if speaks():
             print(error, file=sys.stderr, flush=True)
         return error.exit_code
     except TitanError as error:
@@ -47,8 +47,8 @@ def _run(argv: Sequence[str], trainer_class: type[Trainer], stop: StopSignal) ->
         if rank_from_env() == 0:
             print(to_toml(config), end="")
         return 0
-    init_logging(rank_from_env(), color=not config.metrics.disable_color_printing)
-    for note in notes if rank_from_env() == 0 else ():
+    init_logging(color=not config.metrics.disable_color_printing)
+    for note in notes if speaks() else ():
         logger.warning("%s", note)
     train(config, trainer_class, stop)
     return 0

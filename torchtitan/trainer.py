@@ -109,6 +109,12 @@ class Trainer:
         elif self.first_step:
             logger.warning("Nothing to do: step %d of %d is done already", self.step, self.options.steps)
 
+    def close(self) -> None:
+        """Flush reports and stop what runs beside the training."""
+        self.parts.metrics.close()
+        self.parts.profiler.close()
+        self.parts.gc.close()
+
     def train_step(self, microbatches: Iterator[dict[str, torch.Tensor]]) -> bool:
         """Do one update; returns whether some rank wants to stop."""
         metrics, optimizer = self.parts.metrics, self.parts.optimizer

@@ -19,6 +19,11 @@ def rank_from_env() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def local_rank_from_env() -> int:
+    """Return this process's rank on its node; 0 without a launcher."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def init_process_group(device: torch.device, timeout_s: int) -> None:
     """Join the job: gloo for CPU tensors, nccl for CUDA's."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
