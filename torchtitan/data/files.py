@@ -61,7 +61,7 @@ def _read_lines(file: Path, text_field: str) -> Iterator[Document]:
     with _open(file) as (raw, stream):
         for number, line in enumerate(stream, 1):
             if line.strip():
-                text = _field(_parse(line, file, number), text_field, f"{file}, line {number}")
+                text = _field(_parse(line.rstrip(), file, number), text_field, f"{file}, line {number}")
                 before, position = position, raw.tell()
                 yield Document(text, position - before)
 

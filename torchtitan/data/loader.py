@@ -174,7 +174,8 @@ class _Starts(Sampler[int]):
 def shift(windows: np.ndarray) -> Microbatch:
     """Return inputs, labels and positions of windows int64 [B, S + 1]: the label of token i is token i + 1."""
     tokens = torch.from_numpy(windows)
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    # Copies: of a single row both slices are contiguous, and masking a label in place would change the inputs.
+    inputs, labels = tokens[:, :-1].clone(), tokens[:, 1:].clone()
     positions = torch.arange(inputs.size(1), dtype=torch.int32).expand_as(inputs).contiguous()
     return {"input": inputs, "labels": labels, "positions": positions}
 

@@ -173,7 +173,9 @@ def test_a_lost_rank_line_is_named(tmp_path: Path) -> None:
 
 
 def test_missing_paths_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^--model.tokenizer_path=.*/no: there is no such file; .*never from the net"):
+    with pytest.raises(
+        ConfigError, match=r"^--model.tokenizer_path=.*/no: there is no such file; .*never from the net"
+    ):
         build_tokenizer(str(tmp_path / "no"))
     with pytest.raises(ConfigError, match="holds no tokenizer.model and no tokenizer.json"):
         build_tokenizer(str(tmp_path))
