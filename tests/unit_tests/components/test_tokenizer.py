@@ -94,7 +94,7 @@ def test_hostile_text_survives_and_special_tokens_in_text_are_text(text: str) ->
 
 @pytest.mark.parametrize("run", [" ", "a", "!", "\n", " \n", "7", "漢", "!\x1c", "\x1c ", "\u0301", "ab\x1c "])
 def test_a_million_characters_in_a_run_are_quick_and_lossless(run: str) -> None:
-    """tiktoken alone ends in a Rust panic on the first of them; quadratic time would be minutes."""
+    """Alone, tiktoken ends in a Rust panic on the first of them; quadratic time would be minutes."""
     text = run * (1_000_000 // len(run))
     start = time.monotonic()
     assert PACKAGED.decode(PACKAGED.encode(text)) == text
@@ -177,12 +177,12 @@ def test_missing_paths_are_named(tmp_path: Path) -> None:
         ConfigError, match=r"^--model.tokenizer_path=.*/no: there is no such file; .*never from the net"
     ):
         build_tokenizer(str(tmp_path / "no"))
-    with pytest.raises(ConfigError, match="holds no tokenizer.model and no tokenizer.json"):
+    with pytest.raises(ConfigError, match=r"holds no tokenizer.model and no tokenizer.json"):
         build_tokenizer(str(tmp_path))
 
 
 def test_a_changed_file_changes_ids_and_fingerprint(tmp_path: Path) -> None:
-    """tiktoken's own loader would keep returning the first file for the same path."""
+    """The loader that tiktoken has would keep returning the first file for the same path."""
     file = write_ranks(tmp_path / "tokenizer.model", [*BYTES, b"ab"])
     first = build_tokenizer(str(file))
     write_ranks(file, [*BYTES, b"bc"])
@@ -231,7 +231,7 @@ def test_huggingface_bos_and_eos_from_the_config_beside(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "</s>", "eos_token": "</s>"}))
     assert build_tokenizer(folder).fingerprint != fingerprint
     (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(DataError, match="tokenizer_config.json: not valid JSON"):
+    with pytest.raises(DataError, match=r"tokenizer_config.json: not valid JSON"):
         build_tokenizer(folder)
 
 

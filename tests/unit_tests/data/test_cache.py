@@ -123,7 +123,7 @@ def test_data_without_text_is_an_error(byte_tokenizer: CountingTokenizer, tmp_pa
     file = tmp_path / "data.jsonl"
     for content in ("", '{"text": ""}\n'):
         file.write_text(content)
-        with pytest.raises(DataError, match="data.jsonl: 1 files were read and hold no document with text"):
+        with pytest.raises(DataError, match=r"data.jsonl: 1 files were read and hold no document with text"):
             build(file, byte_tokenizer, tmp_path / "cache")
 
 
@@ -141,7 +141,7 @@ def test_a_full_disk_names_the_variable(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(cache.os, "fsync", full)
-    with pytest.raises(DataError, match="cannot be written here: No space left on device; set .*TORCHTITAN_CACHE"):
+    with pytest.raises(DataError, match=r"cannot be written here: No space left on device; set .*TORCHTITAN_CACHE"):
         build(file, byte_tokenizer, tmp_path / "cache")
 
 
@@ -156,6 +156,11 @@ def test_the_default_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_cache_folder() == Path("/c/.cache/torchtitan")
 
 
+def wait(barrier: threading.Barrier) -> None:
+    """Pass a barrier of threads."""
+    barrier.wait()
+
+
 def on_ranks(file: Path, tokenizer: CountingTokenizer, folder: Path, num_ranks: int) -> list[TokenFile | DataError]:
     """Return what each rank of a node gets; the first builds."""
     barrier = threading.Barrier(num_ranks, timeout=30)
@@ -167,7 +172,7 @@ def on_ranks(file: Path, tokenizer: CountingTokenizer, folder: Path, num_ranks: 
                 tokenizer,
                 folder,
                 build=rank == 0,
-                barrier=lambda: barrier.wait() and None,
+                barrier=lambda: wait(barrier),
             )
         except DataError as error:
             return error
@@ -212,7 +217,7 @@ def test_a_bug_in_the_builder_ends_the_others_too(
 
     def one(is_builder: bool) -> object:
         return open_or_build(
-            documents, byte_tokenizer, tmp_path / "cache", build=is_builder, barrier=lambda: barrier.wait() and None
+            documents, byte_tokenizer, tmp_path / "cache", build=is_builder, barrier=lambda: wait(barrier)
         )
 
     with ThreadPoolExecutor(2) as pool:

@@ -55,7 +55,7 @@ def test_stdlib_order_and_what_is_skipped(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_a_python_without_sources_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no source of Python's standard library.*--training.dataset_path"):
+    with pytest.raises(DataError, match=r"no source of Python's standard library.*--training.dataset_path"):
         find_stdlib(tmp_path)
 
 
@@ -89,16 +89,16 @@ def test_parquet(tmp_path: Path) -> None:
     table = pyarrow.table({"id": [1, 2, 3], "body": ["one", None, "three"], "bad": [b"a", b"b", b"\xff"]})
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     assert texts(tmp_path, "body") == ["one", "", "three"]
-    with pytest.raises(DataError, match="a.parquet: no field 'text'; its fields are: id, body, bad; .*text_field"):
+    with pytest.raises(DataError, match=r"a.parquet: no field 'text'; its fields are: id, body, bad; .*text_field"):
         texts(tmp_path)
-    with pytest.raises(DataError, match="a.parquet, row 1: the field 'id' is not text but int"):
+    with pytest.raises(DataError, match=r"a.parquet, row 1: the field 'id' is not text but int"):
         texts(tmp_path, "id")
     strings = pyarrow.array([b"a", b"b", b"\xff"]).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": strings}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="a.parquet, row 3: not UTF-8: invalid start byte"):
+    with pytest.raises(DataError, match=r"a.parquet, row 3: not UTF-8: invalid start byte"):
         texts(tmp_path)
     write(tmp_path / "a.parquet", b"no parquet at all")
-    with pytest.raises(DataError, match="a.parquet: not a Parquet file"):
+    with pytest.raises(DataError, match=r"a.parquet: not a Parquet file"):
         texts(tmp_path)
 
 
@@ -156,9 +156,9 @@ def test_bad_paths_are_named(tmp_path: Path) -> None:
         texts(tmp_path / "no*")
     with pytest.raises(ConfigError, match=r"none of the 1 files below this folder is of a known kind; known: .jsonl, "):
         texts(tmp_path)
-    with pytest.raises(ConfigError, match="a.csv is of no known kind; known: .jsonl"):
+    with pytest.raises(ConfigError, match=r"a.csv is of no known kind; known: .jsonl"):
         texts(tmp_path / "a.csv")
-    with pytest.raises(ConfigError, match="a.csv is of no known kind"):
+    with pytest.raises(ConfigError, match=r"a.csv is of no known kind"):
         texts(tmp_path / "a*")
 
 
@@ -166,7 +166,7 @@ def test_a_path_means_local_files_whatever_the_data_set(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", json.dumps({"text": "mine"}).encode())
     assert [document.text for document in find_documents("python_stdlib", str(tmp_path), "text")] == ["mine"]
     with pytest.raises(
-        ConfigError, match="^--training.dataset=c5: it names no documents; known: python_stdlib, c4, and"
+        ConfigError, match=r"^--training.dataset=c5: it names no documents; known: python_stdlib, c4, and"
     ):
         find_documents("c5", "", "text")
 

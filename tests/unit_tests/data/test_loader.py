@@ -16,6 +16,9 @@ from torchtitan.components.tokenizer import build_tokenizer
 from torchtitan.data.loader import Microbatch, TrainLoader, build_dataloader, shift
 from torchtitan.errors import ConfigError, DataError
 
+# Python 3.12 and later warn at every fork of a process with threads, and torch has some.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
 # Five rows, so that an epoch (139 tokens) ends within a few windows.
 ROWS = ["a" * 30, "b" * 7, "c" * 50, "d", "e" * 41]
 
@@ -140,10 +143,10 @@ def test_a_position_in_other_data_is_refused(options: dict[str, Any], data: Path
     take(loader, 2)
     state = loader.state_dict()
     with pytest.raises(
-        ConfigError, match="^--training.seq_len=8: the checkpoint was made with 16; .*window 4 .*give 16"
+        ConfigError, match=r"^--training.seq_len=8: the checkpoint was made with 16; .*window 4 .*give 16"
     ):
         build_dataloader(**{**options, "seq_len": 8}).load_state_dict(state)
-    with pytest.raises(ConfigError, match="^--debug.seed=4: the checkpoint was made with 3; "):
+    with pytest.raises(ConfigError, match=r"^--debug.seed=4: the checkpoint was made with 3; "):
         build_dataloader(**{**options, "seed": 4}).load_state_dict(state)
     data.write_text(data.read_text().replace("d", "x"))
     changed = build_dataloader(**options)

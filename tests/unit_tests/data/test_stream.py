@@ -15,6 +15,9 @@ from torchtitan.data.loader import build_dataloader
 from torchtitan.data.stream import StreamLoader
 from torchtitan.errors import ConfigError, DataError
 
+# Python 3.12 and later warn at every fork of a process with threads, and torch has some.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+
 SEQ_LEN = 16
 
 
@@ -90,14 +93,16 @@ def test_another_layout_is_refused_with_both_sizes(shards: list[str], byte_token
     both = "^--parallelism.data_parallel_shard_degree=4: the checkpoint was made with dp_degree 2, this run has 4"
     with pytest.raises(ConfigError, match=both):
         build(shards, byte_tokenizer, dp_degree=4).load_state_dict(state)
-    with pytest.raises(ConfigError, match="^--training.num_workers=1: .* num_workers 0, this run has 1; .*; give 0"):
+    with pytest.raises(ConfigError, match=r"^--training.num_workers=1: .* num_workers 0, this run has 1; .*; give 0"):
         build(shards, byte_tokenizer, num_workers=1).load_state_dict(state)
     with pytest.raises(ConfigError, match="tokenizer is another one"):
         build(shards, build_tokenizer("")).load_state_dict(state)  # type: ignore[arg-type]
 
 
 def test_more_workers_than_shards_are_refused(shards: list[str], byte_tokenizer: CountingTokenizer) -> None:
-    with pytest.raises(ConfigError, match="^--training.num_workers=3: c4 has 2 shards for dp rank 0; .*give 2 or less"):
+    with pytest.raises(
+        ConfigError, match=r"^--training.num_workers=3: c4 has 2 shards for dp rank 0; .*give 2 or less"
+    ):
         build(shards, byte_tokenizer, num_workers=3)
 
 
@@ -111,7 +116,7 @@ def test_a_missing_field_is_named(shards: list[str], byte_tokenizer: CountingTok
 def test_failures_on_the_way_are_named(shards: list[str], byte_tokenizer: CountingTokenizer) -> None:
     loader = build(shards, byte_tokenizer)
     Path(shards[0]).write_text('{"text": 1')
-    with pytest.raises(DataError, match="^--training.dataset=c4: cannot be streamed from the Hugging Face hub: "):
+    with pytest.raises(DataError, match=r"^--training.dataset=c4: cannot be streamed from the Hugging Face hub: "):
         next(iter(loader))
 
 
