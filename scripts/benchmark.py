@@ -7,6 +7,7 @@ figure is the median step after two of warm-up, and the ratio is that of the med
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -49,7 +50,11 @@ def main() -> None:
             f"{dtype}, seq_len 8,192: step time of cp 2 with one thread each over one process with two threads",
             "time",
             lambda dtype=dtype: trainer_steps(
-                2, 1, steps, "--training.seq_len=8192", f"--training.mixed_precision_param={dtype}",
+                2,
+                1,
+                steps,
+                "--training.seq_len=8192",
+                f"--training.mixed_precision_param={dtype}",
                 "--parallelism.context_parallel_degree=2",
             ),
             lambda dtype=dtype: trainer_steps(
@@ -86,7 +91,7 @@ def trainer_steps(processes: int, threads: int, steps: int, *options: str) -> li
         command += ["--metrics.log_freq=1", "--lr_scheduler.warmup_steps=0", *options]
         _run(command, threads)
         rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    tokens = [rows[0]["tokens_seen"]] + [b["tokens_seen"] - a["tokens_seen"] for a, b in zip(rows, rows[1:], strict=False)]
+    tokens = [rows[0]["tokens_seen"]] + [b["tokens_seen"] - a["tokens_seen"] for a, b in itertools.pairwise(rows)]
     return [count / row["tokens_per_second"] for count, row in zip(tokens, rows, strict=True)]
 
 
@@ -110,8 +115,15 @@ def transformers_loop(dtype: str, seq_len: int, steps: int) -> list[float]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=2,
-        vocab_size=4096, max_position_embeddings=131072, attn_implementation="sdpa", use_cache=False,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        vocab_size=4096,
+        max_position_embeddings=131072,
+        attn_implementation="sdpa",
+        use_cache=False,
     )
     model = LlamaForCausalLM(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

@@ -41,7 +41,9 @@ def model_args(config: JobConfig, tokenizer: Tokenizer) -> ModelArgs:
     return resolve_vocab_size(args, config.model.flavor, tokenizer.vocab_size)
 
 
-def build_parts(config: JobConfig, args: ModelArgs, tokenizer: Tokenizer, device: torch.device, stop: StopSignal) -> TrainerParts:
+def build_parts(
+    config: JobConfig, args: ModelArgs, tokenizer: Tokenizer, device: torch.device, stop: StopSignal
+) -> TrainerParts:
     """Return all parts of a run, in the order in which they need each other; collective."""
     degrees = resolve_degrees(config.parallelism, dist.get_world_size())
     dims = build_parallel_dims(device, dp_shard=degrees.dp_shard, cp=degrees.cp)
@@ -85,7 +87,7 @@ def build_model(config: JobConfig, args: ModelArgs, dims: ParallelDims, device: 
     """Return the split model with its initial weights: built on meta, split, materialised, initialised."""
     spec = get_spec(config.model.name)
     with torch.device("meta"):
-        model = spec.build(args).to(_DTYPES[config.training.dtype])
+        model = spec.build(args, config.model.attn_type).to(_DTYPES[config.training.dtype])
     plan = spec.plan(args)
     parallelize(model, plan, dims, _split_options(config))
     model.to_empty(device=device)
@@ -124,7 +126,9 @@ def _trainer_options(config: JobConfig, dims: ParallelDims) -> TrainerOptions:
     )
 
 
-def _build_dataloader(config: JobConfig, tokenizer: Tokenizer, dims: ParallelDims, options: TrainerOptions) -> TrainLoader:
+def _build_dataloader(
+    config: JobConfig, tokenizer: Tokenizer, dims: ParallelDims, options: TrainerOptions
+) -> TrainLoader:
     training = config.training
     return build_dataloader(
         dataset=training.dataset,

@@ -75,7 +75,7 @@ def _write_config(config: JobConfig) -> None:
     if dist.get_rank() == 0:
         folder = Path(config.job.dump_folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(to_toml(config))
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
 
 
 if __name__ == "__main__":

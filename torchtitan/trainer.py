@@ -131,7 +131,7 @@ class Trainer:
         self._check_finite(summary, norm)
         if self.options.max_norm > 0:
             clip_gradients(gradients, norm, self.options.max_norm)
-        lr = self.parts.lr_scheduler.get_last_lr()[0]
+        lr = float(self.parts.lr_scheduler.get_last_lr()[0])
         optimizer.step()
         self.parts.lr_scheduler.step()
         self._count(summary, norm, lr)
@@ -200,8 +200,14 @@ class Trainer:
         self.step += 1
         self.tokens_seen += tokens
         self.parts.metrics.log(
-            self.step, loss=summary.loss, loss_max=summary.loss_max, grad_norm=norm, lr=lr, tokens=tokens,
-            tokens_seen=self.tokens_seen, last=summary.stop or self.step == self.options.steps,
+            self.step,
+            loss=summary.loss,
+            loss_max=summary.loss_max,
+            grad_norm=norm,
+            lr=lr,
+            tokens=tokens,
+            tokens_seen=self.tokens_seen,
+            last=summary.stop or self.step == self.options.steps,
         )
 
     def _after_step(self, *, last: bool) -> None:

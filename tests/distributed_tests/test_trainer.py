@@ -42,7 +42,15 @@ def test_layouts_agree_on_losses_data_and_counts(tmp_path: Path) -> None:
     """Breaks when a rank's tokens are counted twice, read in another order, or weighted by rank."""
     data = write_documents(tmp_path / "data.jsonl", 40)
     outcomes = [
-        _run(world, tmp_path / f"run{index}", data, tmp_path / "cache", training__steps=5, training__global_batch_size=8, **layout)[0]
+        _run(
+            world,
+            tmp_path / f"run{index}",
+            data,
+            tmp_path / "cache",
+            training__steps=5,
+            training__global_batch_size=8,
+            **layout,
+        )[0]
         for index, (world, layout) in enumerate(_LAYOUTS)
     ]
     expected = outcomes[0]

@@ -105,4 +105,9 @@ def _whole_parameters(trainer: Trainer) -> dict[str, torch.Tensor]:
 def _optimizer_state(trainer: Trainer) -> list[torch.Tensor]:
     states = trainer.parts.optimizer.state.values()
     tensors = [value for state in states for value in state.values()]
-    return [torch.distributed.tensor.DTensor.to_local(t).clone() if isinstance(t, torch.distributed.tensor.DTensor) else t.clone() for t in tensors]
+    return [
+        torch.distributed.tensor.DTensor.to_local(t).clone()
+        if isinstance(t, torch.distributed.tensor.DTensor)
+        else t.clone()
+        for t in tensors
+    ]

@@ -9,7 +9,13 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", "torchtitan.distributed.context_parallel"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torchtitan.distributed.context_parallel",
+]
 _TIMEOUT_S = 300.0
 
 
@@ -54,12 +60,16 @@ def _collect(pipes: list[Connection]) -> list[Any]:
     return [results[rank] for rank in range(len(pipes))]
 
 
-def _rank_main(rank: int, world_size: int, folder: str, send: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank_main(
+    rank: int, world_size: int, folder: str, send: Connection, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+    )
     try:
         store = dist.FileStore(os.path.join(folder, "store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)

@@ -103,7 +103,9 @@ def oracle(case: Case) -> Result:
     for update in range(case.updates + 1):
         optimizer.zero_grad()
         logits = model.logits(batch.inputs, batch.positions).to(torch.promote_types(case.dtype, torch.float32))
-        token_losses = F.cross_entropy(logits.transpose(1, 2), batch.labels, reduction="none", ignore_index=IGNORED_LABEL)
+        token_losses = F.cross_entropy(
+            logits.transpose(1, 2), batch.labels, reduction="none", ignore_index=IGNORED_LABEL
+        )
         loss = token_losses.sum() / (batch.labels != IGNORED_LABEL).sum().clamp(min=1)
         loss.backward()
         if update < case.updates:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -119,7 +118,9 @@ class Checkpointer:
             return steps[-1] if steps else None
         if wanted not in steps:
             there = ", ".join(map(str, steps)) or "none"
-            raise CheckpointError(f"--checkpoint.load_step={wanted}: {self.folder} has no such complete step; it has {there}")
+            raise CheckpointError(
+                f"--checkpoint.load_step={wanted}: {self.folder} has no such complete step; it has {there}"
+            )
         return wanted
 
     def _load(self, path: Path, names: list[str]) -> None:
@@ -198,7 +199,9 @@ def _check_fits(path: Path, state: Mapping[str, Any]) -> None:
     problems = [f"{key} is missing" for key in wanted.keys() - saved.keys()]
     problems += [f"{key} is not in the model" for key in saved.keys() - wanted.keys()]
     problems += [
-        f"{key} is {saved[key]}, the model's is {shape}" for key, shape in wanted.items() if saved.get(key, shape) != shape
+        f"{key} is {saved[key]}, the model's is {shape}"
+        for key, shape in wanted.items()
+        if saved.get(key, shape) != shape
     ]
     if problems:
         listed = "; ".join(sorted(problems)[:_LISTED])

@@ -32,7 +32,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk_tokens)
             chunk, chunk_labels = hidden[rows].to(operand), labels[rows]
             log_p = F.log_softmax((chunk @ kernel_weight.T).to(wide), dim=-1)  # [T, V]
-            total += F.nll_loss(log_p, chunk_labels, reduction="none", ignore_index=IGNORED_LABEL).sum(dtype=torch.float64)
+            total += F.nll_loss(log_p, chunk_labels, reduction="none", ignore_index=IGNORED_LABEL).sum(
+                dtype=torch.float64
+            )
             if needs_grad:
                 grad_logits = _grad_logits(log_p, chunk_labels).to(operand)
                 grad_hidden[rows] = grad_logits @ kernel_weight
@@ -42,7 +44,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
         scale = grad.to(grad_hidden.dtype)
@@ -57,9 +59,7 @@ def _grad_logits(log_p: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return p.mul_(valid)
 
 
-def _project(
-    hidden: torch.Tensor, weight: torch.Tensor, *, labels: torch.Tensor, chunk_tokens: int
-) -> torch.Tensor:
+def _project(hidden: torch.Tensor, weight: torch.Tensor, *, labels: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
     rows = hidden.flatten(0, -2)
     needs_grad = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(rows, weight, labels.flatten(), chunk_tokens or max(1, rows.size(0)), needs_grad)

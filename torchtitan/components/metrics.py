@@ -99,7 +99,16 @@ class MetricsLogger:
         self.waited += time.perf_counter() - start
 
     def log(
-        self, step: int, *, loss: float, loss_max: float, grad_norm: float, lr: float, tokens: int, tokens_seen: int, last: bool
+        self,
+        step: int,
+        *,
+        loss: float,
+        loss_max: float,
+        grad_norm: float,
+        lr: float,
+        tokens: int,
+        tokens_seen: int,
+        last: bool,
     ) -> None:
         """End a step of `tokens` tokens over all ranks, and report if it is time."""
         self.seconds += time.perf_counter() - self.step_start
@@ -148,8 +157,14 @@ class MetricsLogger:
         mfu = "n/a" if row.mfu is None else f"{row.mfu:.2f}%"
         logger.info(
             "step: %2d  loss: %8.5f  grad_norm: %7.4f  memory: %5.2fGiB  tps: %s  tflops: %.2f  mfu: %s  data: %.1f%%",
-            row.step, row.loss, row.grad_norm, row.memory_gib, f"{row.tokens_per_second / self.num_devices:,.0f}",
-            row.tflops, mfu, 100 * row.data_share,
+            row.step,
+            row.loss,
+            row.grad_norm,
+            row.memory_gib,
+            f"{row.tokens_per_second / self.num_devices:,.0f}",
+            row.tflops,
+            mfu,
+            100 * row.data_share,
         )
 
     def _write_progress(self, step: int, loss: float) -> None:

@@ -13,4 +13,4 @@ def apply_full_activation_checkpoint(blocks: Iterable[nn.Module]) -> None:
     The forward is wrapped instead of the module, so that parameter names stay those of the checkpoints.
     """
     for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)  # type: ignore[method-assign]
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.distributed.cp import torch_private
 from torchtitan.distributed.cp.ring import apply_ring
+from torchtitan.distributed.plan import InnerAttention
 from torchtitan.errors import TitanError, nearest
 
 METHODS = ("ring",)
@@ -45,7 +46,8 @@ def apply_cp(
     if not modules:
         raise TitanError("context parallelism found no attention module to hook: attention would see local tokens only")
     for module in modules:
-        module.chooses_kernel_dtype = False
+        if isinstance(module, InnerAttention):
+            module.chooses_kernel_dtype = False
         module.register_forward_pre_hook(_LengthGuard(seq_len // cp_mesh.size(), seq_len, cp_mesh.size()))
         apply_ring(module, cp_mesh, rotate_method=rotate_method, balanced=load_balancer == "headtail")
 
@@ -74,7 +76,7 @@ def cp_shard(
 def cp_unshard(
     cp_mesh: DeviceMesh, buffers: Sequence[torch.Tensor], *, load_balancer: str = "headtail", seq_dim: int = 1
 ) -> list[torch.Tensor]:
-    """Return the whole sequences of which `cp_shard` gave each rank a part, in their order: [.., n, ..] -> [.., S, ..].
+    """Return the whole sequences of which `cp_shard` gave each rank a part, in order: [.., n, ..] -> [.., S, ..].
 
     All-gathers over the cp axis; every rank must call it, and no gradient flows back.
     """
@@ -89,7 +91,7 @@ def check_seq_len(seq_len: int, degree: int, load_balancer: str) -> None:
         below = seq_len // factor * factor
         choices = f"{below} or {below + factor}" if below else f"{factor}"
         raise TitanError(
-            f"a sequence of {seq_len} tokens cannot be cut over {degree} cp ranks with load balancer {load_balancer}: "
+            f"a sequence of {seq_len} tokens cannot be cut over {degree} cp ranks with load balancer {load_balancer}; "
             f"it must be a multiple of {factor}, such as {choices}"
         )
 

@@ -22,9 +22,16 @@ class ParallelDims:
         accumulation = global_batch_size // (local_batch_size * self.dp_shard)
         rows = [
             ("ranks", f"{self.dp_shard * self.cp} = dp_shard {self.dp_shard} x cp {self.cp}"),
-            ("global batch", f"{global_batch_size} sequences = {self.dp_shard} dp ranks x {local_batch_size} x {accumulation} microbatches"),
+            (
+                "global batch",
+                f"{global_batch_size} sequences = {self.dp_shard} dp ranks x {local_batch_size} x {accumulation} "
+                "microbatches",
+            ),
             ("tokens per step", f"{global_batch_size * seq_len:,} = {global_batch_size} x seq_len {seq_len:,}"),
-            ("tokens per rank", f"{local_batch_size * seq_len // self.cp:,} of a microbatch (seq_len / cp = {seq_len // self.cp:,})"),
+            (
+                "tokens per rank",
+                f"{local_batch_size * seq_len // self.cp:,} of a microbatch (seq_len / cp = {seq_len // self.cp:,})",
+            ),
             ("mesh cp", f"{self.cp} ranks: each sequence is cut over them"),
             ("mesh fsdp", f"{self.dp_shard * self.cp} ranks: parameters are sharded over them"),
         ]

@@ -42,7 +42,11 @@ def parallelize(model: nn.Module, plan: ParallelPlan, dims: ParallelDims, option
         )
         logger.info(
             "Context parallelism: %s (%s) on %d attention modules, cp %d, balancer %s",
-            options.cp_method, options.cp_rotate_method, len(attention), dims.cp, options.cp_load_balancer,
+            options.cp_method,
+            options.cp_rotate_method,
+            len(attention),
+            dims.cp,
+            options.cp_load_balancer,
         )
     if options.activation_checkpoint == "full":
         blocks = [module for _, module in find_modules(model, plan.blocks)]
@@ -51,5 +55,9 @@ def parallelize(model: nn.Module, plan: ParallelPlan, dims: ParallelDims, option
     apply_fsdp(model, plan, dims.fsdp_mesh, param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype)
     logger.info(
         "FSDP: parameters over %d ranks (dp_shard %d x cp %d), compute in %s, gradients reduced in %s",
-        dims.dp_shard * dims.cp, dims.dp_shard, dims.cp, options.param_dtype, options.reduce_dtype,
+        dims.dp_shard * dims.cp,
+        dims.dp_shard,
+        dims.cp,
+        options.param_dtype,
+        options.reduce_dtype,
     )

@@ -6,6 +6,14 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 
+class InnerAttention(nn.Module):
+    """Base of what context parallelism hooks: q, k, v [B, H, S, E] in, one output out, by torch's causal SDPA."""
+
+    # Whether forward picks the dtype of its kernel. Under context parallelism the method picks it, block by block, so
+    # that K and V travel in their own dtype.
+    chooses_kernel_dtype = True
+
+
 @dataclass(frozen=True)
 class ParallelPlan:
     """Names of modules; `*` stands for one name, so `layers.*` is every block."""
@@ -19,4 +27,8 @@ class ParallelPlan:
 def find_modules(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     """Return (name, module) of the modules that a plan's pattern names, in the model's order."""
     depth = pattern.count(".")
-    return [(name, module) for name, module in model.named_modules() if name.count(".") == depth and fnmatchcase(name, pattern)]
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if name.count(".") == depth and fnmatchcase(name, pattern)
+    ]

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
-
-import torch
-from torch import nn
+from typing import Any, Protocol
 
 from torchtitan.distributed.plan import ParallelPlan
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.init import InitRule
 
 
@@ -19,8 +17,10 @@ class ModelArgs(Protocol):
     @property
     def context_length(self) -> int:
         """The longest sequence the family's positions are made for, in tokens."""
+
     def flops_per_token(self, seq_len: int) -> float:
         """Return model FLOPs (not hardware's) of forward and backward, per token."""
+
     def with_vocab_size(self, vocab_size: int) -> "ModelArgs": ...
 
 
@@ -29,7 +29,7 @@ class ModelSpec:
     """A family: its flavours, and how to build, split and initialise one."""
 
     name: str
-    flavors: dict[str, ModelArgs]
-    build: Callable[[ModelArgs], nn.Module]
-    plan: Callable[[ModelArgs], ParallelPlan]
-    init_rules: Callable[[ModelArgs], tuple[InitRule, ...]]
+    flavors: dict[str, ModelArgs]  # the functions below take one of these
+    build: Callable[[Any, str], Decoder]  # (arguments, model.attn_type), on the current default device
+    plan: Callable[[Any], ParallelPlan]
+    init_rules: Callable[[Any], tuple[InitRule, ...]]

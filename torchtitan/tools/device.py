@@ -6,7 +6,15 @@ import os
 import torch
 
 # Dense bf16 peaks in FLOP/s, by a part of the name that CUDA reports. Source: the makers' data sheets.
-_PEAK_FLOPS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "B200": 2250e12, "L40S": 362e12}
+_PEAK_FLOPS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+}
 
 
 def resolve_device() -> torch.device:

@@ -29,7 +29,7 @@ class _EnterBackward(torch.autograd.Function):
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         ctx.found.append(enter_ring(ctx.settings))
         return grad, None, None
 
@@ -43,7 +43,7 @@ class _LeaveBackward(torch.autograd.Function):
         return tuple(tensor.view_as(tensor) for tensor in qkv)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         write_state(ctx.found.pop())
         return None, *grads
 
@@ -80,4 +80,4 @@ def apply_ring(module: nn.Module, cp_mesh: DeviceMesh, *, rotate_method: str, ba
     module.register_forward_pre_hook(hooks.before)
     register_plan(module, cp_mesh)
     module.register_forward_hook(hooks.after)
-    module.forward = hooks.around(module.forward)  # type: ignore[method-assign]
+    module.forward = hooks.around(module.forward)

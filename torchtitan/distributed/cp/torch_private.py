@@ -97,7 +97,8 @@ def shard(
     """Return this rank's shards by torch's `_context_parallel_shard`, whose global side effects are undone."""
     balancer = _HeadTailLoadBalancer(seq_len, mesh.size(), buffers[0].device) if balanced else None
     with _preserved_state():
-        return _torch_cp._context_parallel_shard(mesh, list(buffers), list(seq_dims), load_balancer=balancer)
+        shards = _torch_cp._context_parallel_shard(mesh, list(buffers), list(seq_dims), load_balancer=balancer)
+    return [shard for shard in shards if isinstance(shard, torch.Tensor)]  # all of them: no BlockMask was given
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,21 +110,21 @@ def _sharded(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_causal: bool, **kwargs: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any
 ) -> tuple[torch.Tensor, ...]:
-    dtype = kernel_dtype(q)
-    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-        q.to(dtype), k.to(dtype), v.to(dtype), is_causal=is_causal, **kwargs
-    )
+    dtype = kernel_dtype(query)
+    operands = [tensor.to(dtype).contiguous() for tensor in (query, key, value)]
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(*operands, **kwargs)
     return out, lse  # out stays in the kernel's dtype: torch merges the parts in fp32
 
 
 def _flash_backward(
-    *, grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, **kwargs: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any
 ) -> tuple[torch.Tensor, ...]:
     dtype = kernel_dtype(query)
-    cast = (tensor.to(dtype) for tensor in (grad_out, query, key, value, out))
-    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*cast, **kwargs)
+    operands = [tensor.to(dtype).contiguous() for tensor in (kwargs.pop("grad_out"), query, key, value)]
+    out = kwargs.pop("out").to(dtype)
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(*operands, out, **kwargs)
 
 
 def _cpu_forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
@@ -134,19 +135,36 @@ def _cpu_forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
     query, key, value, dropout_p, is_causal = _bind(op, args, kwargs)
     mesh = query.device_mesh
     out, lse = _torch_cp._templated_ring_attention(
-        mesh.get_group(), _SEQ_DIM, _flash_forward, query=_local(query), key=_local(key), value=_local(value),
-        is_causal=is_causal, dropout_p=dropout_p, scale=kwargs.get("scale"),
+        mesh.get_group(),
+        _SEQ_DIM,
+        _flash_forward,
+        query=_local(query),
+        key=_local(key),
+        value=_local(value),
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+        scale=kwargs.get("scale"),
     )
     return _sharded(out.to(query.dtype), mesh), _sharded(lse, mesh)
 
 
-def _cpu_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor, DTensor]:
+def _cpu_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
     grad_out, query, key, value, out, lse, dropout_p, is_causal = _bind(op, args, kwargs)[:8]
     mesh = query.device_mesh
     grads = _torch_cp._templated_ring_attention_backward(
-        mesh.get_group(), _SEQ_DIM, _flash_backward, grad_out=_local(grad_out), grad_out_name="grad_out",
-        query=_local(query), key=_local(key), value=_local(value), out=_local(out), logsumexp=_local(lse),
-        is_causal=is_causal, dropout_p=dropout_p, scale=kwargs.get("scale"),
+        mesh.get_group(),
+        _SEQ_DIM,
+        _flash_backward,
+        grad_out=_local(grad_out),
+        grad_out_name="grad_out",
+        query=_local(query),
+        key=_local(key),
+        value=_local(value),
+        out=_local(out),
+        logsumexp=_local(lse),
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+        scale=kwargs.get("scale"),
     )
     return tuple(_sharded(grad, mesh) for grad in grads[:3])
 

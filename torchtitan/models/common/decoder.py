@@ -1,4 +1,7 @@
-"""The pre-norm decoder that the model families share. Letters: B batch, S sequence, D model, V vocabulary, E head dim."""
+"""The pre-norm decoder that the model families share.
+
+Letters: B batch, S sequence, D model, V vocabulary, E head dim.
+"""
 
 from collections.abc import Callable
 
@@ -41,7 +44,13 @@ class Decoder(nn.Module):
     """Token embedding, blocks and final norm; the head is apart (see `OutputHead`)."""
 
     def __init__(
-        self, vocab_size: int, dim: int, norm_eps: float, blocks: list[TransformerBlock], frequencies: Callable[[torch.device], torch.Tensor], tie_embeddings: bool
+        self,
+        vocab_size: int,
+        dim: int,
+        norm_eps: float,
+        blocks: list[TransformerBlock],
+        frequencies: Callable[[torch.device], torch.Tensor],
+        tie_embeddings: bool,
     ) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(vocab_size, dim)

@@ -19,7 +19,7 @@ class _CastLinear(torch.autograd.Function):
         return F.linear(x.to(dtype), weight.to(dtype)).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight = ctx.saved_tensors
         rows = grad.to(ctx.dtype).flatten(0, -2)  # [T, out]
         grad_x = (rows @ weight.to(ctx.dtype)).view(x.shape).to(x.dtype)

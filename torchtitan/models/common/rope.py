@@ -22,9 +22,7 @@ class RoPEScaling:
     original_context_length: int = 8192
 
 
-def inverse_frequencies(
-    head_dim: int, theta: float, scaling: RoPEScaling | None, device: torch.device
-) -> torch.Tensor:
+def inverse_frequencies(head_dim: int, theta: float, scaling: RoPEScaling | None, device: torch.device) -> torch.Tensor:
     """Return the angle per position of each pair of dims: fp32 [E/2], radians."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / theta**exponents

@@ -9,13 +9,13 @@ from torchtitan.models.common.rope import inverse_frequencies
 from torchtitan.models.llama3.args import Llama3Args
 
 
-def build_llama3(args: Llama3Args) -> Decoder:
+def build_llama3(args: Llama3Args, attn_type: str = "sdpa") -> Decoder:
     """Return a Llama 3 with uninitialised weights, on the current default device."""
     frequencies = partial(inverse_frequencies, args.width_per_head, args.rope_theta, args.rope_scaling)
-    blocks = [_block(args) for _ in range(args.num_layers)]
+    blocks = [_block(args, attn_type) for _ in range(args.num_layers)]
     return Decoder(args.vocab_size, args.dim, args.norm_eps, blocks, frequencies, args.tie_embeddings)
 
 
-def _block(args: Llama3Args) -> TransformerBlock:
-    attention = Attention(args.dim, args.num_heads, args.num_kv_heads, args.width_per_head)
+def _block(args: Llama3Args, attn_type: str) -> TransformerBlock:
+    attention = Attention(args.dim, args.num_heads, args.num_kv_heads, args.width_per_head, attn_type)
     return TransformerBlock(args.dim, args.norm_eps, attention, FeedForward(args.dim, args.hidden_dim))
