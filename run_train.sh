@@ -10,4 +10,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
 use_environment train
-exec "$PYTHON" -m torchtitan.tools.launch "$@"
+PYTHONSAFEPATH=1 exec "$PYTHON" -m torchtitan.tools.launch "$@"

@@ -74,7 +74,7 @@ def build_parts(
         dataloader=dataloader,
         checkpointer=Checkpointer(config.checkpoint, Path(config.job.dump_folder), states),
         metrics=_build_metrics(config, args, device),
-        profiler=Profiler(config.profiling, Path(config.job.dump_folder), device),
+        profiler=_build_profiler(config, device),
         gc=ScheduledGC(config.training.gc_freq),
         stop=stop,
         dims=dims,
@@ -124,6 +124,13 @@ def _trainer_options(config: JobConfig, dims: ParallelDims) -> TrainerOptions:
         train_timeout_s=config.comm.train_timeout_seconds,
         create_seed_checkpoint=config.checkpoint.create_seed_checkpoint,
     )
+
+
+def _build_profiler(config: JobConfig, device: torch.device) -> Profiler:
+    section, dump_folder = config.profiling, Path(config.job.dump_folder)
+    traces = dump_folder / section.save_traces_folder if section.enable_profiling else None
+    snapshots = dump_folder / section.save_memory_snapshot_folder if section.enable_memory_snapshot else None
+    return Profiler(section.profile_freq, traces, snapshots, device)
 
 
 def _build_dataloader(

@@ -13,7 +13,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.parse import load_config, to_toml
 from torchtitan.config.validate import check
 from torchtitan.distributed.determinism import set_determinism
-from torchtitan.distributed.process_group import init_process_group, rank_from_env, world_size_from_env
+from torchtitan.distributed.process_group import init_process_group, is_lost_peer, rank_from_env, world_size_from_env
 from torchtitan.errors import ConfigError, TitanError
 from torchtitan.tools.device import resolve_device
 from torchtitan.tools.logging import init_logging, speaks
@@ -39,6 +39,11 @@ def main(argv: Sequence[str] | None = None, trainer_class: type[Trainer] = Train
     except TitanError as error:
         logger.error("%s", error)
         return error.exit_code
+    except RuntimeError as error:
+        if not is_lost_peer(error):
+            raise
+        logger.error("rank %d lost a peer, which tells why: %s", rank_from_env(), str(error).splitlines()[0])
+        return TitanError.exit_code
 
 
 def _run(argv: Sequence[str], trainer_class: type[Trainer], stop: StopSignal) -> int:

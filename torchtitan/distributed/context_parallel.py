@@ -109,7 +109,7 @@ class _LengthGuard:
             if tensor.size(2) != self.local_seq_len:
                 raise TitanError(
                     f"attention under context parallelism got a {name} of {tensor.size(2)} tokens, expected "
-                    f"{self.local_seq_len} ({self.seq_len} over {self.degree} cp ranks): cut the batch once, by cp_shard"
+                    f"{self.local_seq_len} ({self.seq_len} over {self.degree} cp ranks); cut the batch once by cp_shard"
                 )
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+_LOST_PEER_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+
 
 def world_size_from_env() -> int:
     """Return the number of ranks that the launcher started; 1 without a launcher."""
@@ -32,6 +34,16 @@ def init_process_group(device: torch.device, timeout_s: int) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
+
+
+def is_lost_peer(error: RuntimeError) -> bool:
+    """Return whether a collective failed because another rank ended or hung, so that the cause is to be found there.
+
+    gloo has no error class of its own: its text is all there is.
+    """
+    if isinstance(error, dist.DistNetworkError | dist.DistBackendError):
+        return True
+    return any(text in str(error) for text in _LOST_PEER_TEXTS)
 
 
 def set_timeout(timeout_s: int, meshes: Iterable[DeviceMesh]) -> None:

@@ -16,10 +16,10 @@ def main(argv: list[str]) -> int:
     try:
         run(parse_args(argv))
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
+        rank, failure = error.get_first_failure()
         code = failure.exitcode
         if code < 0:
-            print(f"[titan] rank {failure.rank} was killed by signal {-code}", file=sys.stderr, flush=True)
+            print(f"[titan] rank {rank} was killed by signal {-code}", file=sys.stderr, flush=True)
         return code if code >= 0 else 128 - code
     return 0
 

@@ -1,7 +1,7 @@
 """Start a job's workers on this machine, forward stop signals to them, and draw the progress bar.
 
-Standard library only, so that it is up at once. The workers are children of an agent (torchrun's), which would answer a
-stop signal by failing; so the signals go to the workers themselves, which save and end with 0. No rank has the terminal,
+Standard library only, so that it is up at once. The workers are children of an agent (torchrun's), which would
+answer a stop signal by failing; so the signals go to the workers themselves, which save and end with 0. No rank has the terminal,
 so the bar is drawn here, from a file that rank 0 keeps up to date.
 """
 
@@ -51,10 +51,15 @@ def num_processes(environment: Mapping[str, str]) -> int:
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the workers' environment: the cores shared out as threads, unless OMP_NUM_THREADS is set."""
+    """Return the workers' environment: the cores shared out as threads (or OMP_NUM_THREADS), and the path of modules."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     threads = max(1, cores // num_processes(environment))
-    return {"OMP_NUM_THREADS": str(threads), **environment}
+    # Nothing of the current folder comes before the package that was started: it may be another version of it. Programs
+    # of the user's own are found behind.
+    train_file = environment.get("TRAIN_FILE", "")
+    own = str(Path(train_file).resolve().parent) if train_file.endswith(".py") else os.getcwd()
+    path = os.pathsep.join([str(_PACKAGE.parent), environment.get("PYTHONPATH", ""), own])
+    return {"OMP_NUM_THREADS": str(threads), **environment, "PYTHONSAFEPATH": "1", "PYTHONPATH": path}
 
 
 def agent_arguments(environment: Mapping[str, str], argv: list[str]) -> list[str]:

@@ -27,7 +27,7 @@ def speaks() -> bool:
 
 
 def init_logging(color: bool) -> None:
-    """Send log lines to stderr: all of a rank that speaks, warnings and errors of the others.
+    """Send log lines to stderr: all of a rank that speaks, the others' errors alone.
 
     Colours need a terminal: stderr itself, or that of the launcher, which says so by FORCE_COLOR.
     """
@@ -35,5 +35,5 @@ def init_logging(color: bool) -> None:
     handler.setFormatter(_Formatter(color and (sys.stderr.isatty() or "FORCE_COLOR" in os.environ)))
     root = logging.getLogger("torchtitan")
     root.handlers = [handler]
-    root.setLevel(logging.INFO if speaks() else logging.WARNING)
+    root.setLevel(logging.INFO if speaks() else logging.ERROR)
     root.propagate = False
