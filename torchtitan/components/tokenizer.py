@@ -4,7 +4,6 @@ import base64
 import binascii
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -114,7 +113,7 @@ class TiktokenTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the ids of each text as uint32."""
         segments = [list(cut_segments(replace_surrogates(text))) for text in texts]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # tiktoken lets go of the interpreter lock
+        with ThreadPoolExecutor() as pool:  # tiktoken lets go of the interpreter lock
             ids = pool.map(self._encode_array, chain.from_iterable(segments))
             return [np.concatenate([next(ids) for _ in parts]) if parts else _NO_IDS for parts in segments]
 

@@ -42,7 +42,7 @@ class TokenFile:
     path: Path
     tokens: np.ndarray  # [tokens], mapped
     offsets: np.ndarray  # int64 [documents + 1]
-    fingerprint: str  # of tokens and offsets: the same wherever the same documents were tokenised alike
+    fingerprint: str  # of the tokens, BOS and EOS among them: the same wherever the same documents were tokenised alike
 
     def __reduce__(self) -> tuple[Callable[[Path], "TokenFile | None"], tuple[Path]]:
         return read_token_file, (self.path,)  # a worker process maps the file itself
@@ -204,7 +204,6 @@ def _write(stream: IO[bytes], documents: Documents, tokenizer: Tokenizer) -> tup
     if not lengths:
         raise DataError(f"{documents.name}: {len(documents.files)} files were read and hold no document with text")
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype("<i8")
-    digest.update(offsets.data)
     num_tokens = int(offsets[-1])
     token_bytes = num_tokens * np.dtype(dtype).itemsize
     about = {

@@ -57,8 +57,9 @@ class StdlibDocuments:
         for file in self.files:
             content = _read(file)
             text = _decode(content)
+            if text:
+                yield Document(text, len(content))
             skipped += not text
-            yield Document(text, len(content))
         if skipped:
             logger.info("Data: skipped %d of %d source files, empty or not UTF-8", skipped, len(self.files))
 

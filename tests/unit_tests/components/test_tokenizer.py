@@ -98,7 +98,7 @@ def test_a_million_characters_in_a_run_are_quick_and_lossless(run: str) -> None:
     text = run * (1_000_000 // len(run))
     start = time.monotonic()
     assert PACKAGED.decode(PACKAGED.encode(text)) == text
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
 
 
 @settings(max_examples=300, deadline=None)
