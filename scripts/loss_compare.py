@@ -4,8 +4,8 @@
     python3 scripts/loss_compare.py BASELINE TEST [--steps=100] [--assert-equal] ...
 
 BASELINE and TEST are git revisions, or "." for the working tree as it is now (tracked and not ignored files). Each side
-has its own options, given as --baseline-X and --test-X. Both run in deterministic mode with one seed and start from one
-seed checkpoint. The user's tree is never touched. Exit code: 0 equal (or no assertion), 1 different or failed, 2 misuse.
+has its own options, --baseline-X and --test-X. Both run in deterministic mode with one seed and start from one seed
+checkpoint. The user's tree is never touched. Exit code: 0 equal (or no assertion), 1 different or failed, 2 misuse.
 
 Needs the standard library only; the runs use run_train.sh of their own tree and the environment of this one.
 """
@@ -243,7 +243,7 @@ def train(side: Side, tree: Path, dump: Path, python: str, steps: int, seed: lis
 
 
 def run(side: Side, tree: Path, dump: Path, python: str, options: list[str]) -> Path:
-    """Start run_train.sh of the side's tree and wait for it; raises CompareError with the end of its log if it fails."""
+    """Run run_train.sh of the side's tree to its end; raises CompareError with the end of its log if it fails."""
     folder = dump / side.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

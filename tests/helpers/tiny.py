@@ -179,7 +179,10 @@ def _token_losses(case: Case, model: Decoder, dims: ParallelDims, batch: Batch) 
         logits = model.logits(batch.inputs, batch.positions)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).transpose(1, 2)
         losses = F.cross_entropy(wide, batch.labels, reduction="none", ignore_index=IGNORED_LABEL)
-    return losses if case.cp == 1 else cp_unshard(dims.cp_mesh, [losses], load_balancer=case.load_balancer)[0]
+    rows = losses if case.cp == 1 else cp_unshard(dims.cp_mesh, [losses], load_balancer=case.load_balancer)[0]
+    everyones = [torch.empty_like(rows) for _ in range(case.dp * case.cp)]
+    torch.distributed.all_gather(everyones, rows.contiguous())
+    return torch.cat(everyones[:: case.cp])  # one rank of each cp group
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:

@@ -1,8 +1,8 @@
 """Start a job's workers on this machine, forward stop signals to them, and draw the progress bar.
 
-Standard library only, so that it is up at once. The workers are children of an agent (torchrun's), which would
-answer a stop signal by failing; so the signals go to the workers themselves, which save and end with 0. No rank has the terminal,
-so the bar is drawn here, from a file that rank 0 keeps up to date.
+Standard library only, so that it is up at once. The workers are children of an agent (torchrun's), which would answer
+a stop signal by failing; so the signals go to the workers themselves, which save and end with 0. No rank has the
+terminal, so the bar is drawn here, from a file that rank 0 keeps up to date.
 """
 
 import json
@@ -51,7 +51,7 @@ def num_processes(environment: Mapping[str, str]) -> int:
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the workers' environment: the cores shared out as threads (or OMP_NUM_THREADS), and the path of modules."""
+    """Return the workers' environment: cores shared out as threads (or OMP_NUM_THREADS), and where modules are."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     threads = max(1, cores // num_processes(environment))
     # Nothing of the current folder comes before the package that was started: it may be another version of it. Programs
