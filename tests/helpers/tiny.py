@@ -187,5 +187,5 @@ def _token_losses(case: Case, model: Decoder, dims: ParallelDims, batch: Batch) 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return max|a - b| / max|b|."""
-    largest = float(expected.double().abs().max())
-    return float((actual.double() - expected.double()).abs().max()) / (largest or 1.0)
+    actual, expected = actual.detach().double(), expected.detach().double()
+    return float((actual - expected).abs().max()) / (float(expected.abs().max()) or 1.0)

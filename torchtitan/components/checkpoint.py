@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -127,7 +128,7 @@ class Checkpointer:
         start = time.perf_counter()
         state = {name: self.states[name].state_dict() for name in names}
         _agree(_attempt(lambda: _check_fits(path, state)), f"{path} cannot be loaded")
-        _agree(_attempt(lambda: dcp.load(state, checkpoint_id=path)), f"{path} cannot be loaded")
+        _agree(_attempt(lambda: _read(path, state)), f"{path} cannot be loaded")
         for name in names:
             self.states[name].load_state_dict(state[name])
         what = "" if len(names) == len(self.states) else " (weights alone)"
@@ -184,6 +185,18 @@ def _from_first_rank(choose: Callable[[], int | None]) -> int | None:
     if answer[1]:
         raise CheckpointError(answer[1])
     return answer[0]
+
+
+def _read(path: Path, state: dict[str, Any]) -> None:
+    """Fill `state` in place.
+
+    The position in the data apart: where each rank has its own, another number of ranks finds keys missing, and the
+    loader can say better than torch what that means.
+    """
+    dcp.load({name: part for name, part in state.items() if name != "dataloader"}, checkpoint_id=path)
+    if "dataloader" in state:
+        position = {"dataloader": state["dataloader"]}
+        dcp.load(position, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
 
 
 def _check_fits(path: Path, state: Mapping[str, Any]) -> None:

@@ -1,0 +1,89 @@
+"""The fused loss against torch's cross-entropy on explicit logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchtitan.components.loss import ChunkedCrossEntropy
+from torchtitan.models.common.decoder import OutputHead
+
+_TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-13}
+
+
+def _inputs(dtype: torch.dtype) -> tuple[OutputHead, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    head = OutputHead(16, 31).to(dtype)
+    with torch.no_grad():
+        head.weight.copy_(torch.randn(31, 16, generator=generator))
+    hidden = torch.randn(2, 9, 16, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(0, 31, (2, 9), generator=generator)
+    labels[0, 3] = labels[1, 8] = -100
+    return head, hidden, labels
+
+
+def _close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    return float((actual.double() - expected.double()).abs().max()) <= tolerance * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("chunk_tokens", [0, 1, 4, 18, 100])
+def test_sum_and_gradients_equal_torchs(dtype: torch.dtype, chunk_tokens: int) -> None:
+    head, hidden, labels = _inputs(dtype)
+    total = ChunkedCrossEntropy(chunk_tokens)(head, hidden, labels)
+    (total / 7).backward()
+    assert total.dtype == torch.float64
+    own = hidden.detach().clone().requires_grad_()
+    weight = head.weight.detach().clone().requires_grad_()
+    expected = F.cross_entropy(F.linear(own, weight).flatten(0, 1), labels.flatten(), reduction="sum")
+    (expected / 7).backward()
+    assert float(total) == pytest.approx(float(expected), rel=_TOLERANCE[dtype])
+    assert _close(hidden.grad, own.grad, _TOLERANCE[dtype])
+    assert _close(head.weight.grad, weight.grad, _TOLERANCE[dtype])
+
+
+def test_bf16_is_rounded_once_at_the_end() -> None:
+    head, hidden, labels = _inputs(torch.bfloat16)
+    total = ChunkedCrossEntropy(4)(head, hidden, labels)
+    (total / 7).backward()
+    own = hidden.detach().double().requires_grad_()
+    weight = head.weight.detach().double().requires_grad_()
+    (F.cross_entropy(F.linear(own, weight).flatten(0, 1), labels.flatten(), reduction="sum") / 7).backward()
+    assert hidden.grad.dtype == head.weight.grad.dtype == torch.bfloat16
+    assert _close(hidden.grad, own.grad, 2**-7)
+    assert _close(head.weight.grad, weight.grad, 2**-7)
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 4])
+def test_no_label_gives_exact_zeros(chunk_tokens: int) -> None:
+    head, hidden, labels = _inputs(torch.float32)
+    total = ChunkedCrossEntropy(chunk_tokens)(head, hidden, labels.fill_(-100))
+    total.backward()
+    assert float(total) == 0.0
+    assert not hidden.grad.any() and not head.weight.grad.any()
+
+
+def test_without_gradients_the_value_is_the_same() -> None:
+    head, hidden, labels = _inputs(torch.float32)
+    with torch.no_grad():
+        value = ChunkedCrossEntropy(4)(head, hidden, labels)
+    assert not value.requires_grad
+    assert float(value) == float(ChunkedCrossEntropy(4)(head, hidden, labels).detach())
+
+
+def test_full_logits_never_exist() -> None:
+    """Breaks when a chunk is ignored: the largest tensor made would be [T, V]."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        rows = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.ndim == 2 and out.size(1) == 31:
+                Largest.rows = max(Largest.rows, out.size(0))
+            return out
+
+    head, hidden, labels = _inputs(torch.float32)
+    with Largest():
+        ChunkedCrossEntropy(4)(head, hidden, labels).backward()
+    assert Largest.rows < 18  # the transposed weight has 16; all tokens would be 18

@@ -1,0 +1,195 @@
+"""Llama 3 against Hugging Face `transformers`: an oracle that nobody here wrote."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.helpers.tiny import T0, error
+from torchtitan.components.loss import ChunkedCrossEntropy
+from torchtitan.errors import ConfigError, TitanError
+from torchtitan.models import get_args, get_spec, resolve_vocab_size
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.init import InitRule, initialise
+from torchtitan.models.common.rope import RoPEScaling
+from torchtitan.models.llama3.args import FLAVORS, Llama3Args
+from torchtitan.models.llama3.model import build_llama3
+from torchtitan.models.llama3.plan import init_rules_llama3
+
+_SCALING = RoPEScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=32)
+_CASES = {
+    "plain": T0,
+    "scaled": replace(T0, rope_scaling=_SCALING),
+    "one kv head": replace(T0, num_kv_heads=1),
+    "tied": replace(T0, tie_embeddings=True),
+}
+
+
+def _transformers_llama(args: Llama3Args) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rope = {"rope_type": "default", "rope_theta": args.rope_theta}
+    if args.rope_scaling is not None:
+        scaling = args.rope_scaling
+        rope = {
+            "rope_type": "llama3",
+            "rope_theta": args.rope_theta,
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_context_length,
+        }
+    config = LlamaConfig(
+        hidden_size=args.dim,
+        intermediate_size=args.hidden_dim,
+        num_hidden_layers=args.num_layers,
+        num_attention_heads=args.num_heads,
+        num_key_value_heads=args.num_kv_heads,
+        vocab_size=args.vocab_size,
+        rms_norm_eps=args.norm_eps,
+        max_position_embeddings=256,
+        tie_word_embeddings=args.tie_embeddings,
+        rope_parameters=rope,
+        attn_implementation="eager",
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).float()
+
+
+def _interleave(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Turn rows from transformers' halves (i, i + E/2) into neighbouring pairs, as in the checkpoints of Llama."""
+    return weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def _translated(theirs: dict[str, torch.Tensor], args: Llama3Args) -> dict[str, torch.Tensor]:
+    names = {
+        "self_attn.q_proj": "attention.wq",
+        "self_attn.k_proj": "attention.wk",
+        "self_attn.v_proj": "attention.wv",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.down_proj": "feed_forward.w2",
+        "mlp.up_proj": "feed_forward.w3",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "embed_tokens": "tok_embeddings",
+        "lm_head": "output",
+    }
+    ours = {}
+    for name, tensor in theirs.items():
+        new = name.removeprefix("model.")
+        for old, own in names.items():
+            new = new.replace(old, own)
+        if ".wq." in new or ".wk." in new:
+            tensor = _interleave(tensor, args.num_heads if ".wq." in new else args.num_kv_heads)
+        ours[new] = tensor
+    return ours
+
+
+def _ours(args: Llama3Args, theirs: torch.nn.Module) -> Decoder:
+    model = build_llama3(args)
+    named = _translated(dict(theirs.named_parameters()), args)
+    assert named.keys() == dict(model.named_parameters()).keys()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(named[name])
+    return model
+
+
+@pytest.mark.parametrize("case", _CASES)
+def test_logits_and_gradients_equal_transformers(case: str) -> None:
+    """96 tokens: past the original context of the scaled case, so that stretched and kept frequencies both count."""
+    args = _CASES[case]
+    theirs = _transformers_llama(args)
+    model = _ours(args, theirs)
+    tokens = torch.randint(0, args.vocab_size, (2, 97), generator=torch.Generator().manual_seed(1))
+    inputs, labels = tokens[:, :-1], tokens[:, 1:]
+    positions = torch.arange(96, dtype=torch.int32).expand(2, -1)
+
+    expected = theirs(inputs).logits
+    F.cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    actual = model.logits(inputs, positions)
+    ChunkedCrossEntropy(50)(model.output, model(inputs, positions), labels).backward()
+
+    assert error(actual, expected) < 1e-5
+    gradients = _translated({name: p.grad for name, p in theirs.named_parameters()}, args)
+    for name, parameter in model.named_parameters():
+        assert error(parameter.grad, gradients[name]) < 1e-4, name
+
+
+def test_positions_decide_not_the_place_in_the_tensor() -> None:
+    """Breaks when RoPE counts tokens itself: then a rank's tokens would be rotated by their local index."""
+    model = build_llama3(T0)
+    initialise(model, (InitRule("layers.*.attention.w*", 0.5), *init_rules_llama3(T0)), seed=0)  # sharp attention
+    tokens = torch.randint(0, 97, (1, 16), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(16, dtype=torch.int32)[None]
+    plain, shifted, spread = (model.logits(tokens, p) for p in (positions, positions + 1000, positions * 2))
+    assert error(shifted, plain) < 1e-4  # only differences of positions count
+    assert error(spread, plain) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("flavor", "count"),
+    [
+        ("1B", 1_235_814_400),
+        ("3B", 3_212_749_824),
+        ("8B", 8_030_261_248),
+        ("70B", 70_553_706_496),
+        ("405B", 405_853_388_800),
+    ],
+)
+def test_parameter_counts_are_the_published_ones(flavor: str, count: int) -> None:
+    with torch.device("meta"):
+        model = build_llama3(FLAVORS[flavor])
+    assert sum(parameter.numel() for parameter in model.parameters()) == count
+
+
+def test_flops_are_those_of_the_matrix_products_with_half_the_attention() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    args, seq_len = replace(T0, num_layers=3), 32
+    model = build_llama3(args)
+    initialise(model, init_rules_llama3(args), seed=0)
+    tokens = torch.zeros(1, seq_len, dtype=torch.long)
+    positions = torch.arange(seq_len, dtype=torch.int32)[None]
+    with FlopCounterMode(display=False) as counter:
+        model.logits(tokens, positions).sum().backward()
+    # torch counts the CPU's attention kernel as 0, so what it counts are the other products: exact.
+    width = args.num_heads * args.width_per_head
+    attention = 6 * args.num_layers * width * (seq_len + 1)
+    assert args.flops_per_token(seq_len) - attention == counter.get_total_flops() / seq_len
+
+
+def test_a_parameter_without_a_rule_is_an_error() -> None:
+    model = build_llama3(T0)
+    with pytest.raises(TitanError, match=r"tok_embeddings\.weight has no rule of initialisation"):
+        initialise(model, (InitRule("layers.*", 0.02),), seed=0)
+
+
+def test_initial_weights_follow_seed_and_rules() -> None:
+    models = [build_llama3(T0) for _ in range(3)]
+    for model, seed in zip(models, (0, 0, 1), strict=True):
+        initialise(model, init_rules_llama3(T0), seed)
+    first, same, other = (dict(model.named_parameters()) for model in models)
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    weight = first["layers.0.attention.wq.weight"]
+    assert not torch.equal(weight, other["layers.0.attention.wq.weight"])
+    assert float(weight.std()) == pytest.approx(0.02, rel=0.05)
+    assert float(weight.abs().max()) <= 0.06
+    assert float(first["layers.0.attention.wo.weight"].std()) == pytest.approx(0.02 / 2, rel=0.05)
+    assert torch.equal(first["norm.weight"], torch.ones(64))
+
+
+def test_unknown_names_and_vocabularies_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--model\.name=llama4: unknown model; did you mean llama3\?; known: llama3"):
+        get_spec("llama4")
+    with pytest.raises(
+        ConfigError, match=r"--model\.flavor=8b: llama3 has no such flavor; .*known: debugmodel, 1B, 3B"
+    ):
+        get_args(get_spec("llama3"), "8b")
+    with pytest.raises(ConfigError, match=r"its vocabulary is 128256, the tokenizer's is 200000"):
+        resolve_vocab_size(FLAVORS["8B"], "8B", 200_000)
+    assert resolve_vocab_size(FLAVORS["debugmodel"], "debugmodel", 4096).vocab_size == 4096
+    assert resolve_vocab_size(FLAVORS["8B"], "8B", 4096).vocab_size == 128256
