@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers.tiny import T0, error
+from tests.helpers.transformers_llama import build_transformers_llama, copy_weights, our_name, to_ours
 from torchtitan.components.loss import ChunkedCrossEntropy
 from torchtitan.errors import ConfigError, TitanError
 from torchtitan.models import get_args, get_spec, resolve_vocab_size
-from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.init import InitRule, initialise
 from torchtitan.models.common.rope import RoPEScaling
-from torchtitan.models.llama3.args import FLAVORS, Llama3Args
+from torchtitan.models.llama3.args import FLAVORS
 from torchtitan.models.llama3.model import build_llama3
 from torchtitan.models.llama3.plan import init_rules_llama3
 
@@ -26,84 +26,14 @@ _CASES = {
 }
 
 
-def _transformers_llama(args: Llama3Args) -> torch.nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    rope = {"rope_type": "default", "rope_theta": args.rope_theta}
-    if args.rope_scaling is not None:
-        scaling = args.rope_scaling
-        rope = {
-            "rope_type": "llama3",
-            "rope_theta": args.rope_theta,
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_context_length,
-        }
-    config = LlamaConfig(
-        hidden_size=args.dim,
-        intermediate_size=args.hidden_dim,
-        num_hidden_layers=args.num_layers,
-        num_attention_heads=args.num_heads,
-        num_key_value_heads=args.num_kv_heads,
-        vocab_size=args.vocab_size,
-        rms_norm_eps=args.norm_eps,
-        max_position_embeddings=256,
-        tie_word_embeddings=args.tie_embeddings,
-        rope_parameters=rope,
-        attn_implementation="eager",
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).float()
-
-
-def _interleave(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Turn rows from transformers' halves (i, i + E/2) into neighbouring pairs, as in the checkpoints of Llama."""
-    return weight.unflatten(0, (num_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
-
-
-def _translated(theirs: dict[str, torch.Tensor], args: Llama3Args) -> dict[str, torch.Tensor]:
-    names = {
-        "self_attn.q_proj": "attention.wq",
-        "self_attn.k_proj": "attention.wk",
-        "self_attn.v_proj": "attention.wv",
-        "self_attn.o_proj": "attention.wo",
-        "mlp.gate_proj": "feed_forward.w1",
-        "mlp.down_proj": "feed_forward.w2",
-        "mlp.up_proj": "feed_forward.w3",
-        "input_layernorm": "attention_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "embed_tokens": "tok_embeddings",
-        "lm_head": "output",
-    }
-    ours = {}
-    for name, tensor in theirs.items():
-        new = name.removeprefix("model.")
-        for old, own in names.items():
-            new = new.replace(old, own)
-        if ".wq." in new or ".wk." in new:
-            tensor = _interleave(tensor, args.num_heads if ".wq." in new else args.num_kv_heads)
-        ours[new] = tensor
-    return ours
-
-
-def _ours(args: Llama3Args, theirs: torch.nn.Module) -> Decoder:
-    model = build_llama3(args)
-    named = _translated(dict(theirs.named_parameters()), args)
-    assert named.keys() == dict(model.named_parameters()).keys()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(named[name])
-    return model
-
-
 @pytest.mark.parametrize("case", _CASES)
 def test_logits_and_gradients_equal_transformers(case: str) -> None:
     """96 tokens: past the original context of the scaled case, so that stretched and kept frequencies both count."""
     args = _CASES[case]
-    theirs = _transformers_llama(args)
-    model = _ours(args, theirs)
+    model = build_llama3(args)
+    initialise(model, (InitRule("layers.*.attention.w*", 0.2), *init_rules_llama3(args)), seed=0)
+    theirs = build_transformers_llama(args)
+    copy_weights(model, theirs, args)
     tokens = torch.randint(0, args.vocab_size, (2, 97), generator=torch.Generator().manual_seed(1))
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     positions = torch.arange(96, dtype=torch.int32).expand(2, -1)
@@ -114,7 +44,7 @@ def test_logits_and_gradients_equal_transformers(case: str) -> None:
     ChunkedCrossEntropy(50)(model.output, model(inputs, positions), labels).backward()
 
     assert error(actual, expected) < 1e-5
-    gradients = _translated({name: p.grad for name, p in theirs.named_parameters()}, args)
+    gradients = {our_name(name): to_ours(name, p.grad, args) for name, p in theirs.named_parameters()}
     for name, parameter in model.named_parameters():
         assert error(parameter.grad, gradients[name]) < 1e-4, name
 
