@@ -49,6 +49,7 @@ def test_layouts_agree_on_losses_data_and_counts(tmp_path: Path) -> None:
             tmp_path / "cache",
             training__steps=5,
             training__global_batch_size=8,
+            training__local_batch_size=2,
             **layout,
         )[0]
         for index, (world, layout) in enumerate(_LAYOUTS)
