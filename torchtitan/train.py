@@ -1,8 +1,10 @@
 """Train a model: `python -m torchtitan.train --job.config_file=F`, alone or under torchrun."""
 
+import contextlib
 import logging
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -47,16 +49,23 @@ def main(argv: Sequence[str] | None = None, trainer_class: type[Trainer] = Train
 
 
 def _run(argv: Sequence[str], trainer_class: type[Trainer], stop: StopSignal) -> int:
-    config, notes = load_config(argv)
-    if config.job.print_config:
-        if rank_from_env() == 0:
+    with _heard_once():
+        config, notes = load_config(argv)
+        if config.job.print_config:
             print(to_toml(config), end="")
-        return 0
+            return 0
     init_logging(color=not config.metrics.disable_color_printing)
     for note in notes if speaks() else ():
         logger.warning("%s", note)
     train(config, trainer_class, stop)
     return 0
+
+
+@contextlib.contextmanager
+def _heard_once() -> Iterator[None]:
+    """Let only a rank that speaks write to stdout: all ranks have the same help and configuration to show."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(sys.stdout if speaks() else nowhere):
+        yield
 
 
 def train(config: JobConfig, trainer_class: type[Trainer], stop: StopSignal) -> None:

@@ -32,11 +32,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + chunk_tokens)
             chunk, chunk_labels = hidden[rows].to(operand), labels[rows]
             log_p = F.log_softmax((chunk @ kernel_weight.T).to(wide), dim=-1)  # [T, V]
-            total += F.nll_loss(log_p, chunk_labels, reduction="none", ignore_index=IGNORED_LABEL).sum(
-                dtype=torch.float64
-            )
+            valid = chunk_labels != IGNORED_LABEL  # [T]
+            cells = torch.arange(len(valid), device=valid.device), chunk_labels.masked_fill(~valid, 0)
+            total -= log_p[cells].masked_fill(~valid, 0.0).sum(dtype=torch.float64)
             if needs_grad:
-                grad_logits = _grad_logits(log_p, chunk_labels).to(operand)
+                grad_logits = log_p.exp_()  # p - onehot, in place; rows without a label are 0
+                grad_logits[cells] -= 1.0
+                grad_logits = grad_logits.mul_(valid.unsqueeze(-1)).to(operand)
                 grad_hidden[rows] = grad_logits @ kernel_weight
                 grad_weight += grad_logits.T @ chunk
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -49,14 +51,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_dtype, weight_dtype = ctx.dtypes
         scale = grad.to(grad_hidden.dtype)
         return (grad_hidden * scale).to(hidden_dtype), (grad_weight * scale).to(weight_dtype), None, None, None
-
-
-def _grad_logits(log_p: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Turn log-probabilities [T, V] in place into the gradient of the loss: p - onehot, rows without a label 0."""
-    valid = (labels != IGNORED_LABEL).unsqueeze(-1)  # [T, 1]
-    p = log_p.exp_()
-    p.scatter_add_(1, labels.unsqueeze(-1).clamp(min=0), p.new_full((p.size(0), 1), -1.0))
-    return p.mul_(valid)
 
 
 def _project(hidden: torch.Tensor, weight: torch.Tensor, *, labels: torch.Tensor, chunk_tokens: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """The rules between options: every user error that can be known before anything is allocated is raised here."""
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from glob import glob
@@ -168,6 +169,7 @@ def check(config: JobConfig, *, world_size: int, device_type: str, context_lengt
     `context_length` is the longest sequence of the model in tokens.
     """
     _check_ranges(config)
+    _check_dump_folder(config.job.dump_folder)
     degrees = resolve_degrees(config.parallelism, world_size)
     resolve_global_batch_size(config.training, degrees.dp_replicate * degrees.dp_shard)
     _check_context_length(config, context_length)
@@ -184,6 +186,16 @@ def _check_ranges(config: JobConfig) -> None:
         value = value_of(config, option)
         if value is not None and not allowed.holds(value):
             raise option_error(option, value, f"{value} is out of range", allowed.rule, "choose a value within it")
+
+
+def _check_dump_folder(path: str) -> None:
+    folder = Path(path).absolute()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    rule, remedy = "the run writes into it, and makes it if absent", "choose a folder that can be written"
+    if not existing.is_dir():
+        raise option_error("job.dump_folder", path, f"{existing} is a file", rule, remedy)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise option_error("job.dump_folder", path, f"{existing} cannot be written", rule, remedy)
 
 
 def _check_context_length(config: JobConfig, context_length: int) -> None:

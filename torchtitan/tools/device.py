@@ -5,6 +5,8 @@ import os
 
 import torch
 
+from torchtitan.errors import ConfigError
+
 # Dense bf16 peaks in FLOP/s, by a part of the name that CUDA reports. Source: the makers' data sheets.
 _PEAK_FLOPS = {
     "H200": 989e12,
@@ -18,10 +20,20 @@ _PEAK_FLOPS = {
 
 
 def resolve_device() -> torch.device:
-    """Return this process's device: the CUDA device of its LOCAL_RANK where CUDA is available, else the CPU."""
+    """Return this process's device: the CUDA device of its LOCAL_RANK where CUDA is available, else the CPU.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    local_rank, num_devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= num_devices:
+        raise ConfigError(
+            f"NGPU: more processes than the {num_devices} CUDA devices that are visible; each needs one of its own; "
+            f"use NGPU={num_devices}, or hide the GPUs by CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
+    device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
 

@@ -1,5 +1,6 @@
 """Every rule between options, with the text it is refused by. A lost rule lets a run start that cannot be right."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from torchtitan.config.job import OPTIONS, JobConfig
 from torchtitan.config.parse import load_config
-from torchtitan.config.sections import Parallelism, Training
+from torchtitan.config.sections import Job, Parallelism, Training
 from torchtitan.config.validate import (
     RANGES,
     Degrees,
@@ -494,3 +495,14 @@ def test_decay_after_the_end_is_noted() -> None:
 )
 def test_values_with_effect_are_not_noted(argv: list[str]) -> None:
     assert load_config(argv)[1] == ()
+
+
+def test_a_dump_folder_that_cannot_be_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (file, file / "below"):
+        with pytest.raises(ConfigError, match=rf"--job\.dump_folder={path}: {file} is a file; the run writes into it"):
+            run_check(JobConfig(job=Job(dump_folder=str(path))))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match=rf"{tmp_path} cannot be written; .*choose a folder that can be written"):
+        run_check(JobConfig(job=Job(dump_folder=str(tmp_path / "new"))))
