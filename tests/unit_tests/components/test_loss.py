@@ -36,7 +36,7 @@ def test_sum_and_gradients_equal_torchs(dtype: torch.dtype, chunk_tokens: int) -
     weight = head.weight.detach().clone().requires_grad_()
     expected = F.cross_entropy(F.linear(own, weight).flatten(0, 1), labels.flatten(), reduction="sum")
     (expected / 7).backward()
-    assert float(total) == pytest.approx(float(expected), rel=_TOLERANCE[dtype])
+    assert total.item() == pytest.approx(expected.item(), rel=_TOLERANCE[dtype])
     assert _close(hidden.grad, own.grad, _TOLERANCE[dtype])
     assert _close(head.weight.grad, weight.grad, _TOLERANCE[dtype])
 
@@ -58,7 +58,7 @@ def test_no_label_gives_exact_zeros(chunk_tokens: int) -> None:
     head, hidden, labels = _inputs(torch.float32)
     total = ChunkedCrossEntropy(chunk_tokens)(head, hidden, labels.fill_(-100))
     total.backward()
-    assert float(total) == 0.0
+    assert total.item() == 0.0
     assert not hidden.grad.any() and not head.weight.grad.any()
 
 
@@ -67,7 +67,7 @@ def test_without_gradients_the_value_is_the_same() -> None:
     with torch.no_grad():
         value = ChunkedCrossEntropy(4)(head, hidden, labels)
     assert not value.requires_grad
-    assert float(value) == float(ChunkedCrossEntropy(4)(head, hidden, labels).detach())
+    assert value.item() == ChunkedCrossEntropy(4)(head, hidden, labels).item()
 
 
 def test_full_logits_never_exist() -> None:
