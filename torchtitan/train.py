@@ -15,7 +15,13 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.parse import load_config, to_toml
 from torchtitan.config.validate import check
 from torchtitan.distributed.determinism import set_determinism
-from torchtitan.distributed.process_group import init_process_group, is_lost_peer, rank_from_env, world_size_from_env
+from torchtitan.distributed.process_group import (
+    init_process_group,
+    is_lost_peer,
+    leave_process_group,
+    rank_from_env,
+    world_size_from_env,
+)
 from torchtitan.errors import ConfigError, TitanError
 from torchtitan.tools.device import resolve_device
 from torchtitan.tools.logging import init_logging, speaks
@@ -82,7 +88,7 @@ def train(config: JobConfig, trainer_class: type[Trainer], stop: StopSignal) -> 
     trainer = trainer_class(build_parts(config, args, tokenizer, device, stop))
     trainer.train()
     trainer.close()
-    dist.destroy_process_group()
+    leave_process_group()
 
 
 def _write_config(config: JobConfig) -> None:

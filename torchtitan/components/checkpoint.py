@@ -61,7 +61,12 @@ class OptimizerState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; of an optimizer that made no step, the state that it will start from."""
-        return get_optimizer_state_dict(self.model, self.optimizer, options=self.options)
+        fresh = not self.optimizer.state
+        state = get_optimizer_state_dict(self.model, self.optimizer, options=self.options)
+        if fresh:  # torch made the state by a step with zero gradients at rate 0, which it counted
+            for part in self.optimizer.state.values():
+                part["step"].zero_()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the state."""

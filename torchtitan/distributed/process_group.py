@@ -36,6 +36,12 @@ def init_process_group(device: torch.device, timeout_s: int) -> None:
         dist.init_process_group(backend, timeout=timeout)
 
 
+def leave_process_group() -> None:
+    """Leave the job, all ranks together: a rank that closed its connections early would abort one still receiving."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def is_lost_peer(error: RuntimeError) -> bool:
     """Return whether a collective failed because another rank ended or hung, so that the cause is to be found there.
 

@@ -56,6 +56,8 @@ class Profiler:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write_trace(self, folder: Path, finished: profile) -> None:
+        if self.step_number % self.freq:  # the run ended within a cycle: torch hands over what it has of it
+            return
         path = self._file(folder, "trace.json")
         finished.export_chrome_trace(str(path))
         logger.info("Profiler: wrote %s", path)

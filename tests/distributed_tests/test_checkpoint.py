@@ -1,0 +1,260 @@
+"""Checkpoints on real ranks: complete or absent, bitwise, and clear about what does not fit."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiny import T0, Case, build_split_model, local_batch
+from torchtitan.components.checkpoint import Checkpointer, ModelState, OptimizerState
+from torchtitan.components.loss import ChunkedCrossEntropy
+from torchtitan.config.sections import Checkpoint
+from torchtitan.errors import CheckpointError, ConfigError
+from torchtitan.runner import SingleStageRunner
+
+_CASE = Case(cp=2)
+
+
+class _Counter:
+    """A part of the run that is not a tensor."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class _Run:
+    """A model under cp 2, its optimizer, a counter, and their checkpointer."""
+
+    def __init__(self, folder: str, case: Case = _CASE, **section: Any) -> None:
+        self.case = case
+        self.model, self.dims = build_split_model(case)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, fused=True)
+        self.counter = _Counter()
+        self.checkpointer = Checkpointer(
+            replace(Checkpoint(enable=True, interval=2), **section),
+            Path(folder),
+            {
+                "model": ModelState(self.model),
+                "optimizer": OptimizerState(self.model, self.optimizer),
+                "dataloader": self.counter,
+            },
+        )
+
+    def update(self) -> None:
+        self.optimizer.zero_grad()
+        SingleStageRunner(self.model, ChunkedCrossEntropy(0)).forward_backward(local_batch(self.case, self.dims), 128)
+        self.optimizer.step()
+        self.counter.value += 1
+
+    def tensors(self) -> list[torch.Tensor]:
+        state = [value for part in self.optimizer.state.values() for value in part.values()]
+        tensors = [*self.model.parameters(), *state]
+        return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in tensors]
+
+
+def _same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _message(call: Any) -> str:
+    try:
+        call()
+    except (CheckpointError, ConfigError) as caught:
+        return str(caught)
+    return "nothing was raised"
+
+
+def _saved_and_loaded(folder: str) -> dict[str, bool]:
+    first, unsaved = _Run(folder), _Run(folder)
+    first.checkpointer.save(0)  # of an optimizer that made no step
+    for _ in range(2):
+        first.update()
+        unsaved.update()
+    first.checkpointer.save(2)
+    after_two = first.tensors()
+    first.update()
+    second = _Run(folder)
+    second.checkpointer.load()
+    same_at_two, counter = _same(second.tensors(), after_two), second.counter.value
+    second.update()
+    start = _Run(folder, load_step=0)
+    start.checkpointer.load()
+    for _ in range(2):
+        start.update()
+    return {
+        "loaded equals saved": same_at_two and counter == 2,
+        "goes on alike": _same(second.tensors(), first.tensors()),
+        "from the beginning alike": _same(start.tensors(), after_two),
+        "saving changes nothing": _same(unsaved.tensors(), after_two),
+    }
+
+
+def test_what_is_loaded_is_what_was_saved_bit_for_bit(tmp_path: Path) -> None:
+    for rank in run_ranks(2, _saved_and_loaded, str(tmp_path)):
+        assert all(rank.values()), rank
+
+
+def _choices(folder: str) -> list[Any]:
+    run = _Run(folder)
+    results: list[Any] = [run.checkpointer.steps()]
+    run.checkpointer.load()  # nothing there: a fresh start
+    for step in (2, 4):
+        run.update()
+        run.checkpointer.save(step)
+    if dist.get_rank() == 0:
+        (Path(folder) / "checkpoint/step-9").mkdir()  # no .metadata: not complete
+        (Path(folder) / "checkpoint/.step-8.tmp").mkdir()
+        (Path(folder) / "checkpoint/step-best").mkdir()
+    dist.barrier()
+    newest = _Run(folder)
+    newest.checkpointer.load()
+    results += [newest.checkpointer.steps(), newest.counter.value]
+    results.append(_message(_Run(folder, load_step=3).checkpointer.load))
+    run.update()
+    run.checkpointer.save(4)  # replaces
+    again = _Run(folder, load_step=4)
+    again.checkpointer.load()
+    results += [again.counter.value, sorted(path.name for path in (Path(folder) / "checkpoint").iterdir())]
+    return results
+
+
+def test_which_step_is_loaded(tmp_path: Path) -> None:
+    empty, steps, newest, message, replaced, names = run_ranks(2, _choices, str(tmp_path))[0]
+    assert empty == [] and steps == [2, 4] and newest == 2
+    assert message.startswith("--checkpoint.load_step=3: ") and message.endswith("it has 2, 4")
+    assert replaced == 3
+    assert names == ["step-2", "step-4", "step-9", "step-best"]
+
+
+def _misfits(folder: str) -> list[str]:
+    _Run(folder).checkpointer.save(1)
+    wider = _Run(folder, _CASE.on(args=replace(T0, hidden_dim=96)))
+    before = [parameter.to_local().clone() for parameter in wider.model.parameters()]
+    deeper = _Run(folder, _CASE.on(args=replace(T0, num_layers=3)))
+    shallower = _Run(folder, _CASE.on(args=replace(T0, num_layers=1)))
+    messages = [_message(run.checkpointer.load) for run in (wider, deeper, shallower)]
+    messages.append(str(_same([parameter.to_local() for parameter in wider.model.parameters()], before)))
+    return messages
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_parameter(tmp_path: Path) -> None:
+    wider, deeper, shallower, untouched = run_ranks(2, _misfits, str(tmp_path))[1]
+    assert "6 parameters do not fit" in wider
+    assert "model.layers.0.feed_forward.w1.weight is (128, 64), the model's is (96, 64)" in wider
+    assert "9 parameters do not fit" in deeper and "model.layers.2.attention.wk.weight is missing" in deeper
+    assert "model.layers.1.attention.wk.weight is not in the model" in shallower
+    assert untouched == "True"
+
+
+def _failing_save(folder: str) -> list[Any]:
+    run = _Run(folder)
+    run.checkpointer.save(2)
+    run.update()
+    original = dcp.save
+    if dist.get_rank() == 1:
+
+        def full_disk(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            raise OSError(28, "No space left on device")
+
+        dcp.save = full_disk
+    message = _message(lambda: run.checkpointer.save(4))
+    dcp.save = original
+    steps = run.checkpointer.steps()
+    run.checkpointer.save(6)
+    return [message, steps, sorted(path.name for path in (Path(folder) / "checkpoint").iterdir())]
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_loses_nothing(tmp_path: Path) -> None:
+    for message, steps, names in run_ranks(2, _failing_save, str(tmp_path)):
+        assert "first on rank 1: OSError: [Errno 28] No space left on device" in message
+        assert steps == [2]
+        assert names == ["step-2", "step-6"]
+
+
+def _unwritable(folder: str) -> str:
+    run = _Run(folder)
+    if dist.get_rank() == 0:
+        (Path(folder) / "checkpoint").write_text("a file where the folder should be")
+    dist.barrier()
+    return _message(lambda: run.checkpointer.save(1))
+
+
+def test_a_folder_that_cannot_be_written_is_named_on_all_ranks(tmp_path: Path) -> None:
+    for message in run_ranks(2, _unwritable, str(tmp_path)):
+        assert "could not be written; first on rank 0: " in message and "checkpoint" in message
+
+
+def _initial_weights(folder: str) -> list[bool]:
+    first = _Run(folder)
+    first.update()
+    first.checkpointer.save(1)
+    path = str(Path(folder) / "checkpoint/step-1")
+    second = _Run(folder + "/other", initial_load_path=path, load_only=True)
+    second.checkpointer.load()
+    weights = [parameter.to_local() for parameter in first.model.parameters()]
+    loaded = [parameter.to_local() for parameter in second.model.parameters()]
+    third = _Run(folder + "/other", initial_load_path=path, create_seed_checkpoint=True)
+    third.checkpointer.load()
+    return [
+        _same(loaded, weights),
+        second.counter.value == 0 and not second.optimizer.state,
+        second.checkpointer.should_save(2, last=True),
+        first.checkpointer.should_save(2, last=False) and first.checkpointer.should_save(3, last=True),
+        first.checkpointer.should_save(3, last=False),
+        _same([parameter.to_local() for parameter in third.model.parameters()], weights),
+    ]
+
+
+def test_initial_weights_alone_and_when_to_save(tmp_path: Path) -> None:
+    expected = [True, True, False, True, False, False]
+    assert run_ranks(2, _initial_weights, str(tmp_path)) == [expected, expected]
+
+
+class _PerRank(_Counter):
+    """A position of each rank's own, as streamed data have it; it refuses another number of ranks by name."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ranks": dist.get_world_size(), f"rank_{dist.get_rank()}": dist.get_rank()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["ranks"] != dist.get_world_size():
+            raise ConfigError(f"saved by {state['ranks']} ranks, loaded by {dist.get_world_size()}")
+        self.value = state[f"rank_{dist.get_rank()}"]
+
+
+def _per_rank(folder: str, save: bool) -> Any:
+    model = nn.Linear(2, 2)
+    part = _PerRank()
+    states = {"model": ModelState(model), "dataloader": part}
+    checkpointer = Checkpointer(Checkpoint(enable=True), Path(folder), states)
+    if save:
+        checkpointer.save(1)
+    return _message(checkpointer.load), part.value
+
+
+def test_positions_of_each_rank_and_the_loaders_own_refusal(tmp_path: Path) -> None:
+    assert run_ranks(2, _per_rank, str(tmp_path), True) == [("nothing was raised", 0), ("nothing was raised", 1)]
+    for message, _ in run_ranks(3, _per_rank, str(tmp_path), False):
+        assert message == "saved by 2 ranks, loaded by 3"
+
+
+def test_off_means_off(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(Checkpoint(), tmp_path, {})
+    checkpointer.load()
+    assert not checkpointer.should_save(500, last=True)
+    with pytest.raises(StopIteration):
+        next(tmp_path.iterdir())
