@@ -126,7 +126,7 @@ from torchtitan.trainer import Trainer
 class MyTrainer(Trainer):
     def post_dataloading_process(self, microbatch):
         batch = super().post_dataloading_process(microbatch)
-        print("this rank's positions:", batch.positions[0, :4].tolist(), len(batch.positions[0]))
+        print(f"this rank's positions: {batch.positions[0, :4].tolist()} of {len(batch.positions[0])}")
         return batch
 
 
@@ -141,7 +141,7 @@ def test_a_trainer_of_the_users_own_starts_by_train_file(tmp_path: Path, cache: 
     result = _train(tmp_path, cache, *options, TRAIN_FILE="my_train.py", LOG_RANK="0,1")
     assert result.returncode == 0, result.stderr
     for first in ("[0, 1, 2, 3]", "[16, 17, 18, 19]"):  # ranks share stdout, so lines may run into each other
-        assert result.stdout.count(f"this rank's positions: {first} 32") == 1
+        assert result.stdout.count(f"this rank's positions: {first} of 32") == 1
 
 
 def test_the_configuration_is_printed_once(tmp_path: Path, cache: Path) -> None:
