@@ -11,11 +11,14 @@ _die() { _say "$*"; exit 2; }
 _check_environment() { # interpreter, kind
   "$1" - "$2" <<'PY'
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 
 needed = ["torch", "torchdata", "datasets", "tiktoken", "tokenizers", "tyro", "tomli", "tqdm", "numpy"]
 needed += ["pytest", "hypothesis", "transformers", "matplotlib", "ruff", "mypy"] if sys.argv[1] == "test" else []
 missing = [name for name in needed if find_spec(name) is None]
+if "torch" not in missing and not (2, 11) <= tuple(int(part) for part in version("torch").split(".")[:2]) <= (2, 14):
+    missing.append(f"torch 2.11 to 2.14 (it has {version('torch')})")
 print(" ".join(missing))
 sys.exit(bool(missing) or not (3, 10) <= sys.version_info[:2] <= (3, 13))
 PY

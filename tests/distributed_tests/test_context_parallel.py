@@ -475,7 +475,7 @@ def _same_start(case: Case) -> dict[str, torch.Tensor]:
 def test_initial_weights_are_the_same_bits_in_every_layout() -> None:
     """Case determinism; trap 17: random init on a CPU DTensor draws the same shard on every rank."""
     expected = {name: parameter.detach() for name, parameter in build_model(Case()).named_parameters()}
-    for case in (Case(), Case(cp=2), Case(dp=2), Case(cp=4), Case(dp=2, cp=2)):
+    for case in (Case(cp=2), Case(dp=2, cp=2)):
         for start in run_ranks(case.dp * case.cp, _same_start, case):
             assert start.keys() == expected.keys()
             assert all(torch.equal(start[name], tensor) for name, tensor in expected.items())

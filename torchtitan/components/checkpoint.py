@@ -1,6 +1,7 @@
 """Checkpoints: torch's distributed format, written aside and renamed when complete on all ranks."""
 
 import logging
+import pickle
 import re
 import shutil
 import time
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d+)")
 _LISTED = 20  # keys named in an error
 _METADATA = ".metadata"  # written last by torch, so that its presence tells a complete save
+_GIB = 1024**3
+# What a disk, or a file that is not what it should be, makes torch raise.
+_FAILURES = (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError)
 
 
 class Stateful(Protocol):
@@ -38,17 +42,18 @@ class Stateful(Protocol):
 
 
 class ModelState:
-    """The parameters by name, loaded in place."""
+    """The parameters and persistent buffers by name, loaded in place."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the parameters themselves (shards of them under FSDP)."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        """Return the tensors themselves (shards of them under FSDP), a tied one once."""
+        once = dict([*self.model.named_parameters(), *self.model.named_buffers()])
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name in once}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Do nothing: torch reads into the tensors of `state_dict`, which are the parameters."""
+        """Do nothing: torch reads into the tensors of `state_dict`, which are the model's."""
 
 
 class OptimizerState:
@@ -94,10 +99,12 @@ class Checkpointer:
         start = time.perf_counter()
         target, aside = self.folder / f"step-{step}", self.folder / f".step-{step}.tmp"
         self._on_first_rank(lambda: self._prepare(aside), aside)
+        _agree(_attempt(lambda: _check_seen(aside)), f"{aside} could not be written")
         state = {name: part.state_dict() for name, part in self.states.items()}
         _agree(_attempt(lambda: dcp.save(state, checkpoint_id=aside)), f"{aside} could not be written")
         self._on_first_rank(lambda: _publish(aside, target), target)
-        logger.info("Checkpoint: saved %s in %.1f s", target, time.perf_counter() - start)
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("Checkpoint: saved %s (%.2f GiB) in %.1f s", target, _size(target), time.perf_counter() - start)
 
     def load(self) -> None:
         """Load the step that the section asks for, else the initial weights, if any.
@@ -119,6 +126,7 @@ class Checkpointer:
         return sorted(int(match[1]) for path, match in found if match and (path / _METADATA).is_file())
 
     def _choose_step(self) -> int | None:
+        _put_back(self.folder)
         steps, wanted = self.steps(), self.section.load_step
         if wanted == -1:
             return steps[-1] if steps else None
@@ -140,6 +148,7 @@ class Checkpointer:
         logger.info("Checkpoint: loaded %s%s in %.1f s", path, what, time.perf_counter() - start)
 
     def _prepare(self, aside: Path) -> None:
+        _put_back(self.folder)
         for leftover in self.folder.glob(".step-*.tmp"):
             shutil.rmtree(leftover)
         aside.mkdir(parents=True)
@@ -151,31 +160,58 @@ class Checkpointer:
 
 def _publish(aside: Path, target: Path) -> None:
     """Rename a complete save to its name; an older one of that name is moved out first and deleted last."""
-    if not target.exists():
-        aside.rename(target)
-        return
-    old = target.with_name(f".{target.name}.old.tmp")
-    target.rename(old)
+    if target.exists():
+        target.rename(target.with_name(f".{target.name}.old"))
     aside.rename(target)
-    shutil.rmtree(old)
+    _put_back(target.parent)
+
+
+def _put_back(folder: Path) -> None:
+    """Delete what was replaced, or bring it back where a crash fell between the two renames."""
+    for old in folder.glob(".step-*.old"):
+        target = folder / old.stem[1:]
+        if target.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(target)
+
+
+def _check_seen(aside: Path) -> None:
+    """Raise a CheckpointError if the folder that rank 0 made is not there for this rank: torch would make its own."""
+    if not aside.is_dir():
+        raise CheckpointError("this node does not see the folder that rank 0 made; give one that all nodes share")
+
+
+def _size(path: Path) -> float:
+    """Return the size of a folder's files in GiB."""
+    return sum(file.stat().st_size for file in path.iterdir()) / _GIB
 
 
 def _attempt(action: Callable[[], Any]) -> str:
-    """Run `action`; returns the text of its failure, empty for none."""
+    """Run `action`; returns its failure in one line with the rank that had it, empty for none."""
     try:
         action()
-    except (OSError, RuntimeError, ValueError, KeyError, CheckpointError, dcp.api.CheckpointException) as error:
-        return f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError) else str(error)
+    except dcp.api.CheckpointException as error:  # the failures of all ranks, known to each
+        rank, (cause, _) = min(error.failures.items())
+        return f"rank {rank}: {_describe(cause)}"
+    except (*_FAILURES, CheckpointError) as error:
+        return f"rank {dist.get_rank()}: {_describe(error)}"
     return ""
+
+
+def _describe(error: BaseException) -> str:
+    """Return the error in one line."""
+    text = str(error).partition("\n")[0]
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
 
 
 def _agree(error: str, what: str) -> None:
     """Raise a CheckpointError on every rank where any rank has an error."""
     errors: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(errors, error)
-    first = next(((rank, text) for rank, text in enumerate(errors) if text), None)
-    if first is not None:
-        raise CheckpointError(f"{what}; first on rank {first[0]}: {first[1]}")
+    first = next(filter(None, errors), "")
+    if first:
+        raise CheckpointError(f"{what}; first on {first}")
 
 
 def _from_first_rank(choose: Callable[[], int | None]) -> int | None:
@@ -184,8 +220,8 @@ def _from_first_rank(choose: Callable[[], int | None]) -> int | None:
     if dist.get_rank() == 0:
         try:
             answer[0] = choose()
-        except CheckpointError as error:
-            answer[1] = str(error)
+        except (OSError, CheckpointError) as error:
+            answer[1] = _describe(error)
     dist.broadcast_object_list(answer)
     if answer[1]:
         raise CheckpointError(answer[1])

@@ -181,11 +181,12 @@ class _TensorBoard:
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(folder), max_queue=1000)
+        self.writer = SummaryWriter(str(folder))
 
     def write(self, row: Row) -> None:
         for tag, value in tagged(row).items():
             self.writer.add_scalar(tag, value, row.step)
+        self.writer.flush()  # a run that dies has shown all it logged
 
     def close(self) -> None:
         self.writer.close()

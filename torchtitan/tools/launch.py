@@ -1,8 +1,8 @@
 """Start a job's workers on this machine, forward stop signals to them, and draw the progress bar.
 
-Standard library only, so that it is up at once. The workers are children of an agent (torchrun's), which would answer
-a stop signal by failing; so the signals go to the workers themselves, which save and end with 0. No rank has the
-terminal, so the bar is drawn here, from a file that rank 0 keeps up to date.
+Nothing of torch is imported, so that it is up at once. The workers are children of an agent (torchrun's), which would
+answer a stop signal by failing; so the signals go to the workers themselves, which save and end with 0. No rank has
+the terminal, so the bar is drawn here, from a file that rank 0 keeps up to date.
 """
 
 import json
@@ -19,6 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from torchtitan.errors import ConfigError
+
 _PACKAGE = Path(__file__).resolve().parent.parent
 _DEBUG_CONFIG = _PACKAGE / "models/llama3/train_configs/debug_model.toml"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -28,10 +30,15 @@ _BAR_WIDTH = 30
 
 def main(argv: list[str]) -> int:
     """Run the job that the environment and `argv` describe; returns its exit code."""
+    try:
+        agent = agent_arguments(os.environ, argv)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
     with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
         progress_path = Path(folder) / "progress.json"
         environment = worker_environment(os.environ) | {"TORCHTITAN_PROGRESS_FILE": str(progress_path)}
-        command = [sys.executable, "-m", "torchtitan.tools.agent", *agent_arguments(os.environ, argv)]
+        command = [sys.executable, "-m", "torchtitan.tools.agent", *agent]
         if sys.stderr.isatty():
             return _run_with_bar(command, environment, progress_path)
         return _Job(subprocess.Popen(command, env=environment, start_new_session=True)).wait()
@@ -40,7 +47,7 @@ def main(argv: list[str]) -> int:
 def num_processes(environment: Mapping[str, str]) -> int:
     """Return NGPU, else the number of GPUs that are visible, else 2."""
     if "NGPU" in environment:
-        return int(environment["NGPU"])
+        return _positive("NGPU", environment["NGPU"])
     if "CUDA_VISIBLE_DEVICES" in environment:
         visible = [device for device in environment["CUDA_VISIBLE_DEVICES"].split(",") if device.strip()]
         return len(visible) or 2
@@ -48,6 +55,14 @@ def num_processes(environment: Mapping[str, str]) -> int:
         return 2
     listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
     return sum(line.startswith("GPU ") for line in listing.splitlines()) or 2
+
+
+def _positive(name: str, value: str) -> int:
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(
+            f"{name}={value}: not a number of processes or nodes; it must be 1 or more; correct or unset it"
+        )
+    return int(value)
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -65,7 +80,7 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def agent_arguments(environment: Mapping[str, str], argv: list[str]) -> list[str]:
     """Return torchrun's arguments for the variables that run_train.sh documents, then the training program and its."""
     arguments = [f"--nproc_per_node={num_processes(environment)}"]
-    if int(environment.get("NNODES", "1").split(":")[-1]) > 1:
+    if _positive("NNODES", environment.get("NNODES", "1").rpartition(":")[2]) > 1:
         endpoint = f"{environment.get('MASTER_ADDR', 'localhost')}:{environment.get('MASTER_PORT', '29500')}"
         arguments += [f"--nnodes={environment['NNODES']}", f"--rdzv_endpoint={endpoint}"]
         arguments += [f"--rdzv_backend={environment.get('RDZV_BACKEND', 'c10d')}"]
@@ -76,6 +91,10 @@ def agent_arguments(environment: Mapping[str, str], argv: list[str]) -> list[str
         arguments += ["--standalone"]
     arguments += [f"--max_restarts={environment.get('MAX_RESTARTS', '0')}"]
     train_file = environment.get("TRAIN_FILE", "torchtitan.train")
+    if train_file.endswith(".py") and not Path(train_file).is_file():
+        raise ConfigError(
+            f"TRAIN_FILE={train_file}: there is no such file; it is a .py file or a module; correct the path"
+        )
     arguments += [train_file] if train_file.endswith(".py") else ["-m", train_file]
     names_config = any(word.replace("-", "_").startswith("__job.config_file") for word in argv)
     config = [] if names_config else [f"--job.config_file={environment.get('CONFIG_FILE', _DEBUG_CONFIG)}"]

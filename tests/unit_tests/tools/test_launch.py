@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan.errors import ConfigError
 from torchtitan.tools.launch import agent_arguments, children, num_processes, worker_environment
 
 
@@ -19,7 +20,9 @@ def test_one_node_finds_its_own_port() -> None:
     assert arguments[6:] == ["--training.steps=1"]
 
 
-def test_several_nodes_take_torchruns_settings() -> None:
+def test_several_nodes_take_torchruns_settings(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.touch()
     environment = {
         "NGPU": "8",
         "NNODES": "2",
@@ -29,7 +32,7 @@ def test_several_nodes_take_torchruns_settings() -> None:
         "RDZV_ID": "job7",
         "MAX_RESTARTS": "3",
         "CONFIG_FILE": "my.toml",
-        "TRAIN_FILE": "mine/train.py",
+        "TRAIN_FILE": str(program),
     }
     assert agent_arguments(environment, []) == [
         "--nproc_per_node=8",
@@ -39,7 +42,7 @@ def test_several_nodes_take_torchruns_settings() -> None:
         "--rdzv_id=job7",
         "--node_rank=1",
         "--max_restarts=3",
-        "mine/train.py",
+        str(program),
         "--job.config_file=my.toml",
     ]
 
@@ -83,3 +86,17 @@ def test_children_are_found() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         assert process.pid in children(os.getpid())
         assert os.getpid() not in children(process.pid)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "part"),
+    [
+        ("NGPU", "0", "NGPU=0: not a number of processes"),
+        ("NGPU", "all", "NGPU=all: not a number"),
+        ("NNODES", "two", "NNODES=two: not a number"),
+        ("TRAIN_FILE", "nowhere.py", "TRAIN_FILE=nowhere.py: there is no such file"),
+    ],
+)
+def test_a_bad_variable_is_named(name: str, value: str, part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        agent_arguments({"NGPU": "1", name: value}, [])
