@@ -121,6 +121,7 @@ def _trainer_options(config: JobConfig, dims: ParallelDims) -> TrainerOptions:
         max_norm=training.max_norm,
         load_balancer=config.parallelism.context_parallel_load_balancer,
         check_same_data=config.debug.deterministic,
+        init_timeout_s=config.comm.init_timeout_seconds,
         train_timeout_s=config.comm.train_timeout_seconds,
         create_seed_checkpoint=config.checkpoint.create_seed_checkpoint,
     )

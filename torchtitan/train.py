@@ -22,7 +22,7 @@ from torchtitan.distributed.process_group import (
     rank_from_env,
     world_size_from_env,
 )
-from torchtitan.errors import ConfigError, TitanError
+from torchtitan.errors import CheckpointError, ConfigError, NonFiniteError, TitanError
 from torchtitan.tools.device import resolve_device
 from torchtitan.tools.logging import init_logging, speaks
 from torchtitan.tools.stop import StopSignal
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None, trainer_class: type[Trainer] = Train
     stop.install()
     try:
         return _run(sys.argv[1:] if argv is None else argv, trainer_class, stop)
-    except ConfigError as error:  # every rank finds it alike: shown once
+    except (ConfigError, CheckpointError, NonFiniteError) as error:  # every rank has it alike: shown once
         if speaks():
             print(error, file=sys.stderr, flush=True)
         return error.exit_code

@@ -40,6 +40,7 @@ class TrainerOptions:
     max_norm: float
     load_balancer: str
     check_same_data: bool  # at every step; else at the first of a run only
+    init_timeout_s: int  # of collectives until the first step is done, and around checkpoints
     train_timeout_s: int
     create_seed_checkpoint: bool
 
@@ -213,8 +214,13 @@ class Trainer:
     def _after_step(self, *, last: bool) -> None:
         if self.first_step:
             self.first_step = False
-            set_timeout(self.options.train_timeout_s, (self.dims.cp_mesh, self.dims.fsdp_mesh))
+            self._set_timeout(self.options.train_timeout_s)
         if self.parts.checkpointer.should_save(self.step, last=last):
+            self._set_timeout(self.options.init_timeout_s)  # a slow disk on one rank is no hang
             self.parts.checkpointer.save(self.step)
+            self._set_timeout(self.options.train_timeout_s)
         self.parts.gc.run(self.step)
         self.parts.profiler.step()
+
+    def _set_timeout(self, seconds: int) -> None:
+        set_timeout(seconds, (self.dims.cp_mesh, self.dims.fsdp_mesh))

@@ -196,9 +196,9 @@ class Comm:
     """Collectives between ranks."""
 
     init_timeout_seconds: int = 300
-    """Seconds that a collective may take up to the end of the first step; 1 or more."""
+    """Seconds that a collective may take up to the end of the first step, and around checkpoints; 1 or more."""
     train_timeout_seconds: int = 100
-    """Seconds that a collective may take after that; 1 or more."""
+    """Seconds that a collective may take in all other steps; 1 or more."""
 
 
 @dataclass(frozen=True)
