@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
 from tests.helpers.ranks import run_ranks
@@ -69,6 +69,12 @@ def _same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def _saver(folder: str, **section: Any) -> Checkpointer:
+    """Return a checkpointer of little, for what does not depend on the content: a weight, and each rank's number."""
+    states = {"model": ModelState(nn.Linear(2, 2)), "dataloader": _PerRank()}
+    return Checkpointer(Checkpoint(enable=True, **section), Path(folder), states)
+
+
 def _message(call: Any) -> str:
     try:
         call()
@@ -77,8 +83,9 @@ def _message(call: Any) -> str:
     return "nothing was raised"
 
 
-def _saved_and_loaded(folder: str) -> dict[str, bool]:
-    first, unsaved = _Run(folder), _Run(folder)
+def _saved_and_loaded(folder: str, tied: bool) -> dict[str, bool]:
+    case = _CASE.on(args=replace(T0, tie_embeddings=tied))
+    first, unsaved = _Run(folder, case), _Run(folder, case)
     first.checkpointer.save(0)  # of an optimizer that made no step
     for _ in range(2):
         first.update()
@@ -86,11 +93,11 @@ def _saved_and_loaded(folder: str) -> dict[str, bool]:
     first.checkpointer.save(2)
     after_two = first.tensors()
     first.update()
-    second = _Run(folder)
+    second = _Run(folder, case)
     second.checkpointer.load()
     same_at_two, counter = _same(second.tensors(), after_two), second.counter.value
     second.update()
-    start = _Run(folder, load_step=0)
+    start = _Run(folder, case, load_step=0)
     start.checkpointer.load()
     for _ in range(2):
         start.update()
@@ -102,9 +109,35 @@ def _saved_and_loaded(folder: str) -> dict[str, bool]:
     }
 
 
-def test_what_is_loaded_is_what_was_saved_bit_for_bit(tmp_path: Path) -> None:
-    for rank in run_ranks(2, _saved_and_loaded, str(tmp_path)):
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_is_loaded_is_what_was_saved_bit_for_bit(tmp_path: Path, tied: bool) -> None:
+    for rank in run_ranks(2, _saved_and_loaded, str(tmp_path), tied):
         assert all(rank.values()), rank
+
+
+class _Tied(nn.Module):
+    """A weight of two names, and buffers that are kept and that are not."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        self.b.weight = self.a.weight
+        nn.init.constant_(self.a.weight, value)
+        self.register_buffer("kept", torch.tensor(value))
+        self.register_buffer("derived", torch.tensor(value), persistent=False)
+
+
+def _tied_and_buffered(folder: str) -> tuple[list[str], list[float]]:
+    models = _Tied(1.0), _Tied(2.0)
+    savers = [Checkpointer(Checkpoint(enable=True), Path(folder), {"model": ModelState(model)}) for model in models]
+    savers[0].save(1)
+    savers[1].load()
+    values = [float(models[1].b.weight.detach()[0, 0]), float(models[1].kept), float(models[1].derived)]
+    return sorted(savers[0].states["model"].state_dict()), values
+
+
+def test_a_tied_weight_is_kept_once_and_persistent_buffers_too(tmp_path: Path) -> None:
+    assert run_ranks(1, _tied_and_buffered, str(tmp_path)) == [(["a.weight", "kept"], [1.0, 1.0, 2.0])]
 
 
 def _choices(folder: str) -> list[Any]:
@@ -163,34 +196,83 @@ def _failing_save(folder: str) -> list[Any]:
     run = _Run(folder)
     run.checkpointer.save(2)
     run.update()
-    original = dcp.save
+    original = FileSystem.create_stream
     if dist.get_rank() == 1:
 
-        def full_disk(*args: Any, **kwargs: Any) -> None:
-            original(*args, **kwargs)
+        def full_disk(*args: Any, **kwargs: Any) -> Any:
             raise OSError(28, "No space left on device")
 
-        dcp.save = full_disk
+        FileSystem.create_stream = full_disk
     message = _message(lambda: run.checkpointer.save(4))
-    dcp.save = original
-    steps = run.checkpointer.steps()
+    FileSystem.create_stream = original
+    dist.barrier()
+    names = [path.name for path in (Path(folder) / "checkpoint").iterdir()]
+    dist.barrier()
     run.checkpointer.save(6)
-    return [message, steps, sorted(path.name for path in (Path(folder) / "checkpoint").iterdir())]
+    return [message, names, run.checkpointer.steps()]
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_loses_nothing(tmp_path: Path) -> None:
-    for message, steps, names in run_ranks(2, _failing_save, str(tmp_path)):
-        assert "first on rank 1: OSError: [Errno 28] No space left on device" in message
-        assert steps == [2]
-        assert names == ["step-2", "step-6"]
+    for message, names, steps in run_ranks(2, _failing_save, str(tmp_path)):
+        assert message.endswith("could not be written; first on rank 1: OSError: [Errno 28] No space left on device")
+        assert names == ["step-2"]
+        assert steps == [2, 6]
+
+
+def _damaged(folder: str) -> list[str]:
+    checkpoint = Path(folder) / "checkpoint"
+    saver = _saver(folder)
+    for step in (1, 2, 3):
+        saver.save(step)
+    if dist.get_rank() == 0:
+        (checkpoint / "step-1/.metadata").write_bytes(b"")
+        (checkpoint / "step-2/__1_0.distcp").unlink()
+        shard = checkpoint / "step-3/__1_0.distcp"
+        shard.write_bytes(shard.read_bytes()[:100])
+    dist.barrier()
+    return [_message(_saver(folder, load_step=step).load) for step in (1, 2, 3)]
+
+
+def test_damage_is_told_in_one_line(tmp_path: Path) -> None:
+    for metadata, gone, cut in run_ranks(2, _damaged, str(tmp_path)):
+        assert metadata.endswith("step-1 cannot be loaded; first on rank 0: EOFError: Ran out of input")
+        assert "step-2 cannot be loaded; first on rank " in gone and "FileNotFoundError: " in gone
+        assert "step-3 cannot be loaded; first on rank " in cut
+        assert "\n" not in metadata + gone + cut
+
+
+def _replaced(folder: str) -> list[Any]:
+    checkpoint = Path(folder) / "checkpoint"
+    saver = _saver(folder)
+    saver.save(1)
+    if dist.get_rank() == 0:
+        (checkpoint / "step-1").rename(checkpoint / ".step-1.old")  # a crash between the two renames
+    dist.barrier()
+    message, there = _message(_saver(folder, load_step=1).load), saver.steps()
+    saver.save(1)
+    return [message, there, [path.name for path in checkpoint.iterdir()]]
+
+
+def test_a_replacement_that_was_cut_short_is_undone(tmp_path: Path) -> None:
+    for message, there, names in run_ranks(2, _replaced, str(tmp_path)):
+        assert message == "nothing was raised" and there == [1] and names == ["step-1"]
+
+
+def _own_disks(folder: str) -> str:
+    return _message(lambda: _saver(f"{folder}/node{dist.get_rank()}").save(1))
+
+
+def test_nodes_that_do_not_share_the_folder_are_told(tmp_path: Path) -> None:
+    for message in run_ranks(2, _own_disks, str(tmp_path)):
+        assert "first on rank 1: this node does not see the folder that rank 0 made" in message
 
 
 def _unwritable(folder: str) -> str:
-    run = _Run(folder)
+    saver = _saver(folder)
     if dist.get_rank() == 0:
         (Path(folder) / "checkpoint").write_text("a file where the folder should be")
     dist.barrier()
-    return _message(lambda: run.checkpointer.save(1))
+    return _message(lambda: saver.save(1))
 
 
 def test_a_folder_that_cannot_be_written_is_named_on_all_ranks(tmp_path: Path) -> None:

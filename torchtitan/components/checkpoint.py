@@ -101,7 +101,7 @@ class Checkpointer:
         self._on_first_rank(lambda: self._prepare(aside), aside)
         _agree(_attempt(lambda: _check_seen(aside)), f"{aside} could not be written")
         state = {name: part.state_dict() for name, part in self.states.items()}
-        _agree(_attempt(lambda: dcp.save(state, checkpoint_id=aside)), f"{aside} could not be written")
+        self._write(state, aside)
         self._on_first_rank(lambda: _publish(aside, target), target)
         if logger.isEnabledFor(logging.INFO):
             logger.info("Checkpoint: saved %s (%.2f GiB) in %.1f s", target, _size(target), time.perf_counter() - start)
@@ -146,6 +146,15 @@ class Checkpointer:
             self.states[name].load_state_dict(state[name])
         what = "" if len(names) == len(self.states) else " (weights alone)"
         logger.info("Checkpoint: loaded %s%s in %.1f s", path, what, time.perf_counter() - start)
+
+    def _write(self, state: dict[str, Any], aside: Path) -> None:
+        error = _attempt(lambda: dcp.save(state, checkpoint_id=aside))
+        try:
+            _agree(error, f"{aside} could not be written")
+        except CheckpointError:
+            if dist.get_rank() == 0:  # all ranks are done: give the space back
+                shutil.rmtree(aside, ignore_errors=True)
+            raise
 
     def _prepare(self, aside: Path) -> None:
         _put_back(self.folder)
@@ -201,7 +210,7 @@ def _attempt(action: Callable[[], Any]) -> str:
 
 def _describe(error: BaseException) -> str:
     """Return the error in one line."""
-    text = str(error).partition("\n")[0]
+    text = str(error).partition("\n")[0] or "no more is known"
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
 
 

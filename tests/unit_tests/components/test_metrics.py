@@ -2,8 +2,10 @@
 
 import json
 import logging
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -115,8 +117,7 @@ def test_tensorboard_has_the_tags_of_peoples_boards(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     metrics = _logger(tmp_path, Metrics(log_freq=1, enable_tensorboard=True, save_tb_folder="boards"), peak_flops=1e9)
-    _steps(metrics, 2)
-    metrics.close()
+    _steps(metrics, 2)  # and not closed: a run that dies has shown all it logged
     (folder,) = (tmp_path / "boards").iterdir()
     events = EventAccumulator(str(folder)).Reload()
     tags = {
@@ -125,3 +126,30 @@ def test_tensorboard_has_the_tags_of_peoples_boards(tmp_path: Path) -> None:
     }  # fmt: skip
     assert tags <= set(events.Tags()["scalars"])
     assert [(event.step, event.value) for event in events.Scalars("n_tokens_seen")] == [(1, 100.0), (2, 200.0)]
+    metrics.close()
+
+
+class _FakeRun:
+    """What wandb.init returns, as far as it is used."""
+
+    def __init__(self, **given: Any) -> None:
+        self.calls: list[Any] = [given]
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.calls.append((step, values["loss_metrics/global_avg_loss"], "mfu(%)" in values))
+
+    def finish(self) -> None:
+        self.calls.append("finished")
+
+
+def test_wandb_gets_the_same_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is not among the dependencies: a stand-in shows what it is called with."""
+    runs: list[_FakeRun] = []
+    module = ModuleType("wandb")
+    module.init = lambda **given: runs.append(_FakeRun(**given)) or runs[-1]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    metrics = _logger(tmp_path, Metrics(log_freq=1, enable_wandb=True))
+    _steps(metrics, 1)
+    metrics.close()
+    assert runs[0].calls == [{"project": "mine", "dir": str(tmp_path)}, (1, 0.1, False), "finished"]
