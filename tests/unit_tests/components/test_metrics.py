@@ -2,8 +2,10 @@
 
 import json
 import logging
+import os
 import sys
 import time
+from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -113,20 +115,26 @@ def test_progress_for_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert state["seconds_per_step"] > 0
 
 
-def test_tensorboard_has_the_tags_of_peoples_boards(tmp_path: Path) -> None:
+def _log_and_die(folder: str) -> None:
+    _steps(_logger(Path(folder), Metrics(enable_tensorboard=True, save_tb_folder="boards", log_freq=1)), 2)
+    os._exit(0)
+
+
+def test_tensorboard_has_the_tags_of_peoples_boards_though_the_run_died(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    metrics = _logger(tmp_path, Metrics(log_freq=1, enable_tensorboard=True, save_tb_folder="boards"), peak_flops=1e9)
-    _steps(metrics, 2)  # and not closed: a run that dies has shown all it logged
+    process = get_context("spawn").Process(target=_log_and_die, args=(str(tmp_path),))
+    process.start()
+    process.join()
     (folder,) = (tmp_path / "boards").iterdir()
     events = EventAccumulator(str(folder)).Reload()
     tags = {
         "loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "grad_norm", "throughput(tps)", "tflops",
-        "mfu(%)", "lr", "n_tokens_seen",
+        "lr", "n_tokens_seen", "time_metrics/end_to_end(s)", "time_metrics/data_loading(%)", "memory/max_gib",
     }  # fmt: skip
-    assert tags <= set(events.Tags()["scalars"])
+    assert tags == set(events.Tags()["scalars"])  # no mfu(%): the peak is not known
+    assert [len(events.Scalars(tag)) for tag in tags] == [2] * len(tags)
     assert [(event.step, event.value) for event in events.Scalars("n_tokens_seen")] == [(1, 100.0), (2, 200.0)]
-    metrics.close()
 
 
 class _FakeRun:
@@ -149,7 +157,7 @@ def test_wandb_gets_the_same_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     module.init = lambda **given: runs.append(_FakeRun(**given)) or runs[-1]  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
-    metrics = _logger(tmp_path, Metrics(log_freq=1, enable_wandb=True))
+    metrics = _logger(tmp_path, Metrics(log_freq=1, enable_wandb=True), peak_flops=1e9)
     _steps(metrics, 1)
     metrics.close()
-    assert runs[0].calls == [{"project": "mine", "dir": str(tmp_path)}, (1, 0.1, False), "finished"]
+    assert runs[0].calls == [{"project": "mine", "dir": str(tmp_path)}, (1, 0.1, True), "finished"]
