@@ -20,7 +20,9 @@ def apply_fsdp(
     kept = {id(module) for pattern in plan.kept_gathered for _, module in find_modules(model, pattern)}
     for pattern in plan.fsdp_units:
         for _, module in find_modules(model, pattern):
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=id(module) not in kept)
+            # One rank has nothing to free: it would only copy its parameters twice.
+            reshard = mesh.size() > 1 and id(module) not in kept
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
