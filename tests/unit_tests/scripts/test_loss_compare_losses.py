@@ -67,6 +67,7 @@ def test_the_first_difference_is_of_the_first_step_and_then_of_the_first_field()
 
 def test_steps_are_in_order_of_their_numbers() -> None:
     shuffled = {10: {"loss": 1.0}, 9: {"loss": 1.0}}
+    assert [row["step"] for row in loss_rows(shuffled, shuffled)] == [9, 10]
     assert "step 9, loss" in differences(shuffled, {9: {"loss": 2.0}, 10: {"loss": 2.0}}, ["loss"], _EXACT)[0]
 
 
