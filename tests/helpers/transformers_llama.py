@@ -21,31 +21,37 @@ _NAMES = {
 }
 
 
+def rope_parameters(args: Llama3Args) -> dict[str, object]:
+    """Return what transformers' configuration calls rope_parameters."""
+    rope: dict[str, object] = {"rope_type": "default", "rope_theta": args.rope_theta}
+    if args.rope_scaling is None:
+        return rope
+    scaling = args.rope_scaling
+    return rope | {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_context_length,
+    }
+
+
 def build_transformers_llama(args: Llama3Args, attention: str = "eager") -> nn.Module:
     """Return transformers' model of the same shape in fp32, with weights of its own."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    rope: dict[str, object] = {"rope_type": "default", "rope_theta": args.rope_theta}
-    if args.rope_scaling is not None:
-        scaling = args.rope_scaling
-        rope |= {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_context_length,
-        }
     config = LlamaConfig(
         hidden_size=args.dim,
         intermediate_size=args.hidden_dim,
         num_hidden_layers=args.num_layers,
         num_attention_heads=args.num_heads,
         num_key_value_heads=args.num_kv_heads,
+        head_dim=args.width_per_head,
         vocab_size=args.vocab_size,
         rms_norm_eps=args.norm_eps,
         max_position_embeddings=4096,
         tie_word_embeddings=args.tie_embeddings,
-        rope_parameters=rope,
+        rope_parameters=rope_parameters(args),
         attn_implementation=attention,
         use_cache=False,
     )

@@ -49,7 +49,7 @@ def apply_cp(
         if isinstance(module, InnerAttention):
             module.chooses_kernel_dtype = False
         module.register_forward_pre_hook(_LengthGuard(seq_len // cp_mesh.size(), seq_len, cp_mesh.size()))
-        apply_ring(module, cp_mesh, rotate_method=rotate_method, balanced=load_balancer == "headtail")
+        apply_ring(module, cp_mesh, rotate_method=rotate_method, balanced=_is_balanced(load_balancer, cp_mesh))
 
 
 def cp_shard(
@@ -70,7 +70,7 @@ def cp_shard(
     seq_len = lengths.pop()
     check_seq_len(seq_len, cp_mesh.size(), load_balancer)
     dims = [seq_dim % buffer.ndim for buffer in buffers]
-    return torch_private.shard(cp_mesh, buffers, dims, seq_len=seq_len, balanced=load_balancer == "headtail")
+    return torch_private.shard(cp_mesh, buffers, dims, seq_len=seq_len, balanced=_is_balanced(load_balancer, cp_mesh))
 
 
 def cp_unshard(
@@ -117,10 +117,15 @@ def _unshard(cp_mesh: DeviceMesh, buffer: torch.Tensor, load_balancer: str, seq_
     parts = [torch.empty_like(buffer, memory_format=torch.contiguous_format) for _ in range(cp_mesh.size())]
     dist.all_gather(parts, buffer.contiguous(), group=cp_mesh.get_group())
     whole = torch.cat(parts, dim=seq_dim)
-    if load_balancer == "none":
+    if not _is_balanced(load_balancer, cp_mesh):
         return whole
     order = torch_private.head_tail_indices(whole.size(seq_dim), cp_mesh.size(), whole.device, restore=True)
     return whole.index_select(seq_dim, order)
+
+
+def _is_balanced(load_balancer: str, cp_mesh: DeviceMesh) -> bool:
+    """Return whether sequences are cut head-tail; one rank holds them as they are, odd lengths too."""
+    return load_balancer == "headtail" and cp_mesh.size() > 1
 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:

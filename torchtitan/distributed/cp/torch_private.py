@@ -54,9 +54,23 @@ def write_state(state: State) -> None:
 def enter_ring(settings: RingSettings) -> State:
     """Set torch's state for a ring call; returns the state found, for `write_state`."""
     found = read_state()
-    handlers = {**found[3], **_torch_cp.custom_ops, **_CPU_HANDLERS}
+    ours = {**_torch_cp.custom_ops, **_CPU_HANDLERS}
+    handlers = {**found[3], **{op: _restoring(handler, found) for op, handler in ours.items()}}
     write_state((settings.balanced, _ROTATE_METHODS[settings.rotate_method], settings.accumulate_in_fp32, handlers))
     return found
+
+
+def _restoring(handler: Callable[..., Any], found: State) -> Callable[..., Any]:
+    """Return `handler`, putting back the state found where it raises: a failed backward reaches no later hook."""
+
+    def handle(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return handler(*args, **kwargs)
+        except BaseException:
+            write_state(found)
+            raise
+
+    return handle
 
 
 @contextmanager
