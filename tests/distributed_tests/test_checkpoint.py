@@ -1,6 +1,8 @@
 """Checkpoints on real ranks: complete or absent, bitwise, and clear about what does not fit."""
 
+import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,15 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 
+from tests.helpers.job import Outcome, options, run_job, write_documents
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import T0, Case, build_split_model, local_batch
-from torchtitan.components.checkpoint import Checkpointer, ModelState, OptimizerState
+from torchtitan.components.checkpoint import Checkpointer, ModelState, OptimizerState, _publish
 from torchtitan.components.loss import ChunkedCrossEntropy
 from torchtitan.config.sections import Checkpoint
 from torchtitan.errors import CheckpointError, ConfigError
 from torchtitan.runner import SingleStageRunner
+from torchtitan.trainer import Trainer
 
 _CASE = Case(cp=2)
 
@@ -193,9 +197,11 @@ def test_a_checkpoint_of_another_model_is_refused_by_parameter(tmp_path: Path) -
 
 
 def _failing_save(folder: str) -> list[Any]:
-    run = _Run(folder)
-    run.checkpointer.save(2)
-    run.update()
+    saver = _saver(folder, load_step=2)
+    weight = saver.states["model"].model.weight
+    nn.init.constant_(weight, 1.0)
+    saver.save(2)
+    nn.init.constant_(weight, 2.0)
     original = FileSystem.create_stream
     if dist.get_rank() == 1:
 
@@ -203,20 +209,28 @@ def _failing_save(folder: str) -> list[Any]:
             raise OSError(28, "No space left on device")
 
         FileSystem.create_stream = full_disk
-    message = _message(lambda: run.checkpointer.save(4))
+    messages = [_message(partial(saver.save, step)) for step in (4, 2)]  # a new one, and one that is there
     FileSystem.create_stream = original
     dist.barrier()
     names = [path.name for path in (Path(folder) / "checkpoint").iterdir()]
-    dist.barrier()
-    run.checkpointer.save(6)
-    return [message, names, run.checkpointer.steps()]
+    saver.load()
+    saver.save(6)
+    return [messages, names, float(weight.detach()[0, 0]), saver.steps()]
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_loses_nothing(tmp_path: Path) -> None:
-    for message, names, steps in run_ranks(2, _failing_save, str(tmp_path)):
-        assert message.endswith("could not be written; first on rank 1: OSError: [Errno 28] No space left on device")
-        assert names == ["step-2"]
+    full = "could not be written; first on rank 1: OSError: [Errno 28] No space left on device"
+    for messages, names, weight, steps in run_ranks(2, _failing_save, str(tmp_path)):
+        assert all(message.endswith(full) for message in messages), messages
+        assert names == ["step-2"] and weight == 1.0
         assert steps == [2, 6]
+
+
+def test_a_step_stays_in_its_place_where_its_replacement_cannot_be_renamed(tmp_path: Path) -> None:
+    (tmp_path / "step-1").mkdir()
+    with pytest.raises(FileNotFoundError):
+        _publish(tmp_path / ".step-1.tmp", tmp_path / "step-1")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
 
 
 def _damaged(folder: str) -> list[str]:
@@ -304,6 +318,36 @@ def _initial_weights(folder: str) -> list[bool]:
 def test_initial_weights_alone_and_when_to_save(tmp_path: Path) -> None:
     expected = [True, True, False, True, False, False]
     assert run_ranks(2, _initial_weights, str(tmp_path)) == [expected, expected]
+
+
+class _Doubled(Trainer):
+    """Starts from weights that no seed gives."""
+
+    def train(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parts.model.parameters():
+                parameter.mul_(2)
+        super().train()
+
+
+def _job(cache: str, argv: list[str], trainer_class: type[Trainer] = Trainer) -> Outcome:
+    os.environ["TORCHTITAN_CACHE"] = cache
+    return run_job(argv, trainer_class)
+
+
+def test_a_seed_checkpoint_is_the_start_of_another_layout(tmp_path: Path) -> None:
+    """Breaks when making one trains or logs, or when a run that finds one starts from weights of its own."""
+    data, cache = write_documents(tmp_path / "data.jsonl", 20), str(tmp_path / "cache")
+    common = {"checkpoint__enable": True, "training__global_batch_size": 2, "training__steps": 1}
+    argv = options(tmp_path / "run", data, checkpoint__create_seed_checkpoint=True, **common)
+    (seed,) = run_ranks(1, _job, cache, argv, _Doubled)
+    assert seed.step == 0 and seed.rows == []
+    assert [path.name for path in (tmp_path / "run/checkpoint").iterdir()] == ["step-0"]
+    argv = options(tmp_path / "run", data, parallelism__context_parallel_degree=2, **common)
+    for outcome in run_ranks(2, _job, cache, argv):
+        assert outcome.step == 1
+        norm = outcome.parameters["norm.weight"]  # starts as ones
+        assert torch.allclose(norm, torch.full_like(norm, 2.0), atol=0.01)  # one update of at most the rate
 
 
 class _PerRank(_Counter):

@@ -171,8 +171,10 @@ def _publish(aside: Path, target: Path) -> None:
     """Rename a complete save to its name; an older one of that name is moved out first and deleted last."""
     if target.exists():
         target.rename(target.with_name(f".{target.name}.old"))
-    aside.rename(target)
-    _put_back(target.parent)
+    try:
+        aside.rename(target)
+    finally:
+        _put_back(target.parent)
 
 
 def _put_back(folder: Path) -> None:

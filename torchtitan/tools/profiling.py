@@ -23,6 +23,7 @@ class Profiler:
         self, freq: int, traces_folder: Path | None, snapshots_folder: Path | None, device: torch.device
     ) -> None:
         self.step_number = 0
+        self.closing = False
         self.freq = freq
         self.snapshots_folder = snapshots_folder if device.type == "cuda" else None
         if snapshots_folder is not None and self.snapshots_folder is None:
@@ -50,13 +51,14 @@ class Profiler:
 
     def close(self) -> None:
         """Stop recording."""
+        self.closing = True
         if self.profile is not None:
             self.profile.stop()
         if self.snapshots_folder is not None:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write_trace(self, folder: Path, finished: profile) -> None:
-        if self.step_number % self.freq:  # the run ended within a cycle: torch hands over what it has of it
+        if self.closing:  # torch hands over what it has since the last step, which is no step
             return
         path = self._file(folder, "trace.json")
         finished.export_chrome_trace(str(path))

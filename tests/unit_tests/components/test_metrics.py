@@ -5,7 +5,6 @@ import logging
 import os
 import sys
 import time
-from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.ranks import run_ranks
 from torchtitan.components.metrics import MetricsLogger
 from torchtitan.config.sections import Metrics
 
@@ -123,9 +123,8 @@ def _log_and_die(folder: str) -> None:
 def test_tensorboard_has_the_tags_of_peoples_boards_though_the_run_died(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    process = get_context("spawn").Process(target=_log_and_die, args=(str(tmp_path),))
-    process.start()
-    process.join()
+    with pytest.raises(AssertionError, match="rank 0 died without an answer"):
+        run_ranks(1, _log_and_die, str(tmp_path))
     (folder,) = (tmp_path / "boards").iterdir()
     events = EventAccumulator(str(folder)).Reload()
     tags = {

@@ -35,6 +35,7 @@ def _lines(capsys: pytest.CaptureFixture[str], color: bool) -> list[str]:
     init_logging(color=color)
     logger = logging.getLogger("torchtitan.somewhere")
     logger.info("told")
+    logger.warning("warned")
     logger.error("failed")
     return capsys.readouterr().err.splitlines()
 
@@ -59,6 +60,7 @@ def test_colours_need_a_terminal_and_the_option(
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     if force:
         monkeypatch.setenv("FORCE_COLOR", "1")
-    told, failed = _lines(capsys, color)
+    told, warned, failed = _lines(capsys, color)
     assert "\033[" not in told
+    assert ("\033[33m" in warned) is expected
     assert ("\033[31m" in failed) is expected
