@@ -32,7 +32,7 @@ _base_python() {
       return
     fi
   done
-  _die "no Python from 3.10 to 3.13 was found; install one, or name it by PYTHON=/path/to/python"
+  return 1
 }
 
 _make_venv() { # base interpreter, folder
@@ -55,7 +55,7 @@ _install() { # root, kind, venv
 }
 
 _own_venv() { # root, kind
-  local venv="$1/.venv" stamp sum
+  local venv="$1/.venv" stamp sum base
   sum=$(cat "$1/pyproject.toml" "$1/scripts/constraints.txt" | cksum)
   if command -v flock >/dev/null; then # two starts at once install once
     exec 9>"$1/.venv.lock"
@@ -64,7 +64,11 @@ _own_venv() { # root, kind
   stamp="$venv/.installed-$2"
   [ "$2" = train ] && [ -f "$venv/.installed-test" ] && stamp="$venv/.installed-test"
   if [ "$(cat "$stamp" 2>/dev/null)" != "$sum" ] || ! "$venv/bin/python" -c '' 2>/dev/null; then
-    "$venv/bin/python" -m pip --version >/dev/null 2>&1 || _make_venv "$(_base_python)" "$venv"
+    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+      base=$(_base_python) ||
+        _die "no Python from 3.10 to 3.13 was found; install one, or name it by PYTHON=/path/to/python"
+      _make_venv "$base" "$venv"
+    fi
     rm -f "$venv"/.installed-*
     _install "$1" "$2" "$venv"
     printf '%s\n' "$sum" >"$venv/.installed-$2"
@@ -81,6 +85,8 @@ use_environment() { # kind
   PYTHON="${PYTHON:-$active}"
   if [ -z "$PYTHON" ]; then
     _own_venv "$root" "$1"
+  elif ! command -v "$PYTHON" >/dev/null; then
+    _die "PYTHON=$PYTHON: there is no such program; name an interpreter from 3.10 to 3.13, or leave it unset to have .venv made"
   elif ! missing=$(_check_environment "$PYTHON" "$1"); then
     local extra=""
     [ "$1" = test ] && extra="[test]"

@@ -10,7 +10,9 @@
 #SBATCH --signal=B:USR1@120
 set -euo pipefail
 
-root="${TORCHTITAN_ROOT:-${SLURM_SUBMIT_DIR:-$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)}}"
+# SLURM runs a copy of this script; where the original lies, and so the tree, its controller knows.
+script=$(scontrol show job "${SLURM_JOB_ID:-}" 2>/dev/null | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
+root="${TORCHTITAN_ROOT:-$(cd "$(dirname "${script:-${BASH_SOURCE[0]}}")/.." && pwd)}"
 export NNODES="${SLURM_JOB_NUM_NODES:-1}" RDZV_ID="${SLURM_JOB_ID:-torchtitan}"
 export NGPU="${NGPU:-${SLURM_GPUS_ON_NODE:-8}}" MASTER_PORT="${MASTER_PORT:-29500}"
 MASTER_ADDR=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" | head -n 1)

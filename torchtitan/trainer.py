@@ -220,7 +220,7 @@ class Trainer:
             self.parts.checkpointer.save(self.step)
             self._set_timeout(self.options.train_timeout_s)
         self.parts.gc.run(self.step)
-        self.parts.profiler.step()
+        self.parts.profiler.step(self.step)
 
     def _set_timeout(self, seconds: int) -> None:
         set_timeout(seconds, (self.dims.cp_mesh, self.dims.fsdp_mesh))

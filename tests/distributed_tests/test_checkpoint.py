@@ -1,5 +1,6 @@
 """Checkpoints on real ranks: complete or absent, bitwise, and clear about what does not fit."""
 
+import logging
 import os
 from dataclasses import replace
 from functools import partial
@@ -111,6 +112,29 @@ def _saved_and_loaded(folder: str, tied: bool) -> dict[str, bool]:
         "from the beginning alike": _same(start.tensors(), after_two),
         "saving changes nothing": _same(unsaved.tensors(), after_two),
     }
+
+
+def _resumed_with_other_settings(folder: str) -> tuple[dict[str, Any], list[str]]:
+    first = _Run(folder)
+    first.update()
+    first.checkpointer.save(1)
+    second = _Run(folder)
+    second.optimizer.param_groups[0].update(weight_decay=0.25, betas=(0.5, 0.6))
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("torchtitan.components.checkpoint").addHandler(handler)
+    second.checkpointer.load()
+    return {name: second.optimizer.param_groups[0][name] for name in ("weight_decay", "betas", "eps")}, messages
+
+
+def test_a_resumed_run_has_its_own_settings_and_says_what_changed(tmp_path: Path) -> None:
+    for settings, messages in run_ranks(2, _resumed_with_other_settings, str(tmp_path)):
+        assert settings == {"weight_decay": 0.25, "betas": (0.5, 0.6), "eps": 1e-8}
+        assert sorted(messages) == [
+            "Checkpoint: it was saved with betas (0.9, 0.999); this run goes on with (0.5, 0.6)",
+            "Checkpoint: it was saved with weight_decay 0.01; this run goes on with 0.25",
+        ]
 
 
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])

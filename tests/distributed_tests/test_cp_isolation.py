@@ -66,10 +66,10 @@ def test_no_hidden_global_decides_a_result() -> None:
 class _Attention:
     """One hooked attention module and its input, to be called in unusual ways."""
 
-    def __init__(self, load_balancer: str = "headtail") -> None:
+    def __init__(self, load_balancer: str = "headtail", *, module: ScaledDotProductAttention | None = None) -> None:
         self.mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self.load_balancer = load_balancer
-        self.module = ScaledDotProductAttention()
+        self.module = module or ScaledDotProductAttention()
         apply_cp([self.module], self.mesh, seq_len=32, load_balancer=load_balancer)
         generator = torch.Generator().manual_seed(0)
         self.whole = [torch.randn(1, heads, 32, 8, generator=generator) for heads in (4, 2, 2)]
@@ -135,8 +135,8 @@ def _twice_through_one_graph() -> list[float]:
 
 
 def _after_failures() -> list[float]:
-    """Fail in the kernel, forward then backward, and go on with another layout."""
-    failing, attention = _Attention("none"), _Attention()
+    """Fail in the kernel, forward then backward, and go on: the same module, and one of another layout."""
+    failing = _Attention("none")
     kernels = torch_private._flash_forward, torch_private._flash_backward
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -152,14 +152,35 @@ def _after_failures() -> list[float]:
         out.sum().backward()
     after_backward = _same_state(failing.state)
     torch_private._flash_backward = kernels[1]
+    errors = [float(not after_forward), float(not after_backward)]
+    for attention in (failing, _Attention()):
+        qkv = attention.local()
+        out = attention.module(*qkv)
+        out.square().sum().backward()
+        errors += [float(not _same_state(failing.state)), *attention.errors(out, qkv)]
+    return errors
+
+
+def _by_the_branch_for_cuda() -> list[float]:
+    """Keys and values are repeated there before the kernel, which under context parallelism acts on DTensors."""
+    module = ScaledDotProductAttention()
+    module.forward = module._forward_cuda
+    attention = _Attention(module=module)
     qkv = attention.local()
     out = attention.module(*qkv)
     out.square().sum().backward()
-    return [float(not after_forward), float(not after_backward), *attention.errors(out, qkv)]
+    return [float(not _same_state(attention.state)), *attention.errors(out, qkv)]
 
 
 def _unusual_calls() -> dict[str, list[float]]:
-    calls = (_recomputed, _validated_between, _only_keys_learn, _twice_through_one_graph, _after_failures)
+    calls = (
+        _recomputed,
+        _validated_between,
+        _only_keys_learn,
+        _twice_through_one_graph,
+        _after_failures,
+        _by_the_branch_for_cuda,
+    )
     return {call.__name__: call() for call in calls}
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 _PRELOAD = [
     "torch",
+    "torch._dynamo",
     "torch.distributed",
+    "torch.distributed.checkpoint.state_dict",
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torchtitan.distributed.context_parallel",

@@ -1,6 +1,7 @@
 """The shell part: which Python is used, and when something is installed."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,25 @@ def test_an_active_environment_is_used_and_never_changed(tree: Path, variable: s
     assert not _pip_calls(tree) and not (tree / ".venv").exists()
 
 
+def test_no_such_python_is_one_line(tree: Path) -> None:
+    result = _use(tree, PYTHON="/nowhere/python")
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [
+        "[titan] PYTHON=/nowhere/python: there is no such program; name an interpreter from 3.10 to 3.13, or leave it "
+        "unset to have .venv made"
+    ]
+
+
+def test_a_machine_without_python_is_told_so_and_nothing_is_made(tree: Path, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("bash", "cat", "cksum", "cut", "dirname", "flock", "sed"):
+        (tmp_path / "bin" / name).symlink_to(shutil.which(name) or "")
+    result = _use(tree, PATH=str(tmp_path / "bin"))
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[-1].startswith("[titan] no Python from 3.10 to 3.13 was found; install one")
+    assert not (tree / ".venv").exists()
+
+
 def test_an_environment_that_lacks_packages_gets_the_command_to_run(tree: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # without site-packages
@@ -112,14 +132,18 @@ def test_slurm_gives_each_node_its_rank_and_the_first_host(tmp_path: Path) -> No
         'echo "$NNODES $NODE_RANK $MASTER_ADDR $MASTER_PORT $RDZV_ID $NGPU $*"\nsleep 0.1\n'
         'kill -USR1 "$OUTER"; for i in $(seq 100); do sleep 0.1; done\n'
     )
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho node7\necho node8\n")
+    (tmp_path / "scontrol").write_text(
+        '#!/bin/sh\n[ "$2" = job ] && { echo "JobId=$3"; echo "   Command=$SCRIPT --nodes=2"; exit; }\n'
+        "echo node7\necho node8\n"
+    )
     (tmp_path / "srun").write_text('#!/bin/bash\nshift\nexport SLURM_NODEID=1\nexec "$@"\n')
+    (tmp_path / "scripts").mkdir()
     for name in ("run_train.sh", "scontrol", "srun"):
         (tmp_path / name).chmod(0o755)
     environment = {
         **os.environ,
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "TORCHTITAN_ROOT": str(tmp_path),
+        "SCRIPT": str(tmp_path / "scripts/slurm_train.sh"),
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_JOB_ID": "99",
         "SLURM_GPUS_ON_NODE": "4",

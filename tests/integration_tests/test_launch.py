@@ -7,9 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from torchtitan.tools.launch import children
 
 _ROOT = Path(__file__).parents[2]
 _PROGRAM = """
@@ -67,7 +70,7 @@ def _run(program: Path, mode: str) -> "subprocess.CompletedProcess[str]":
 
 
 def _left_behind(program: Path) -> str:
-    listing = subprocess.run(["ps", "-A", "-o", "args="], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run(["ps", "-A", "-ww", "-o", "args="], capture_output=True, text=True, check=True).stdout
     return "\n".join(line for line in listing.splitlines() if "mine/program.py" in line)
 
 
@@ -113,6 +116,36 @@ def test_a_stop_signal_reaches_the_workers_and_ends_with_zero(program: Path) -> 
         assert process.wait(60) == 0
     assert {"saved0", "saved1"} <= {path.name for path in (program / "out").iterdir()}
     assert not _left_behind(program)
+
+
+def test_a_signal_before_the_workers_run_ends_with_zero_and_leaves_nothing(program: Path) -> None:
+    for delay in (0.15, 0.6):  # the launcher or its agent is still loading
+        with subprocess.Popen(_command("wait"), cwd=program, env=_environment()) as process:
+            _await(lambda: b"torchtitan.tools.launch" in Path(f"/proc/{process.pid}/cmdline").read_bytes())
+            time.sleep(delay)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        assert not _left_behind(program)
+
+
+def test_workers_end_when_their_agent_is_killed(program: Path) -> None:
+    with subprocess.Popen(
+        _command("wait"), cwd=program, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "a line of step 1\n"
+        (agent,) = children(process.pid)
+        os.kill(agent, signal.SIGKILL)
+        assert process.wait(60) == 128 + signal.SIGKILL
+        assert "[titan] the launcher's agent was killed by signal 9" in process.stderr.read()
+    assert not _left_behind(program)
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_refusal_keeps_its_exit_code_and_its_one_line(program: Path) -> None:

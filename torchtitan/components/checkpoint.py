@@ -30,6 +30,7 @@ _STEP = re.compile(r"step-(\d+)")
 _LISTED = 20  # keys named in an error
 _METADATA = ".metadata"  # written last by torch, so that its presence tells a complete save
 _GIB = 1024**3
+_LOGGED_SETTINGS = ("initial_lr", "betas", "eps", "weight_decay")  # of an optimizer, by torch's names
 # What a disk, or a file that is not what it should be, makes torch raise.
 _FAILURES = (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError)
 
@@ -74,8 +75,16 @@ class OptimizerState:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the state."""
+        """Set the state; settings such as the weight decay stay this run's own, and a change is logged."""
+        own = [_settings(group) for group in self.optimizer.param_groups]
         set_optimizer_state_dict(self.model, self.optimizer, state_dict, options=self.options)
+        for group, settings in zip(self.optimizer.param_groups, own, strict=True):
+            for name, value in settings.items():
+                if name in _LOGGED_SETTINGS and group[name] != value:
+                    logger.warning(
+                        "Checkpoint: it was saved with %s %s; this run goes on with %s", name, group[name], value
+                    )
+            group.update(settings)
 
 
 class Checkpointer:
@@ -194,8 +203,16 @@ def _check_seen(aside: Path) -> None:
 
 
 def _size(path: Path) -> float:
-    """Return the size of a folder's files in GiB."""
-    return sum(file.stat().st_size for file in path.iterdir()) / _GIB
+    """Return the size of a folder's files in GiB; NaN if it cannot be read, which no save should fail for."""
+    try:
+        return sum(file.stat().st_size for file in path.iterdir()) / _GIB
+    except OSError:
+        return float("nan")
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter group without its parameters."""
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _attempt(action: Callable[[], Any]) -> str:

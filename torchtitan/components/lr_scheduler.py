@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -15,7 +16,24 @@ _DECAYS = {
 }
 
 
-def build_lr_scheduler(optimizer: Optimizer, section: LRScheduler, num_steps: int) -> LambdaLR:
+class ResumableLR(LambdaLR):
+    """A schedule whose checkpoint tells how far it is; its rates are those of the run that loads it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of updates done."""
+        return {"last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on after the updates that were done."""
+        self.last_epoch = int(state_dict["last_epoch"])
+        self._last_lr = [
+            rate * factor(self.last_epoch) for rate, factor in zip(self.base_lrs, self.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = rate
+
+
+def build_lr_scheduler(optimizer: Optimizer, section: LRScheduler, num_steps: int) -> ResumableLR:
     """Return the schedule over `num_steps` updates; the section's decay_ratio None decays all after the warm-up."""
     after_warmup = max(0, num_steps - section.warmup_steps)
     decay_steps = after_warmup if section.decay_ratio is None else round(num_steps * section.decay_ratio)
@@ -27,7 +45,7 @@ def build_lr_scheduler(optimizer: Optimizer, section: LRScheduler, num_steps: in
         decay=section.decay_type,
         floor=section.min_lr_factor,
     )
-    return LambdaLR(optimizer, factor)
+    return ResumableLR(optimizer, factor)
 
 
 def _factor(step: int, *, warmup_steps: int, decay_start: int, decay_steps: int, decay: str, floor: float) -> float:

@@ -5,6 +5,7 @@ answer a stop signal by failing; so the signals go to the workers themselves, wh
 the terminal, so the bar is drawn here, from a file that rank 0 keeps up to date.
 """
 
+import ctypes
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from torchtitan.errors import ConfigError
 _PACKAGE = Path(__file__).resolve().parent.parent
 _DEBUG_CONFIG = _PACKAGE / "models/llama3/train_configs/debug_model.toml"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
 _POLL_S = 0.2
 _BAR_WIDTH = 30
 
@@ -41,7 +43,9 @@ def main(argv: list[str]) -> int:
         command = [sys.executable, "-m", "torchtitan.tools.agent", *agent]
         if sys.stderr.isatty():
             return _run_with_bar(command, environment, progress_path)
-        return _Job(subprocess.Popen(command, env=environment, start_new_session=True)).wait()
+        job = _Job()
+        job.start(command, environment)
+        return job.wait()
 
 
 def num_processes(environment: Mapping[str, str]) -> int:
@@ -102,38 +106,76 @@ def agent_arguments(environment: Mapping[str, str], argv: list[str]) -> list[str
 
 
 class _Job:
-    """The agent and its workers, in a session of their own that a terminal's signals do not reach."""
+    """The agent and its workers, in sessions of their own that a terminal's signals do not reach."""
 
-    def __init__(self, agent: "subprocess.Popen[bytes]") -> None:
-        self.agent = agent
+    def __init__(self) -> None:
+        self.agent: subprocess.Popen[bytes] | None = None
         self.signals = 0
+        self.never_started = False  # a stop signal came before there was a worker that could have done a step
+        _adopt_orphans()
         for number in _STOP_SIGNALS:
             signal.signal(number, self._forward)
 
+    def start(
+        self, command: list[str], environment: dict[str, str], output: int | None = None
+    ) -> "subprocess.Popen[bytes]":
+        """Start the agent; signals are listened to already, so none can leave it behind."""
+        self.agent = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+        if self.signals:
+            self._stop_before_start()
+        return self.agent
+
     def wait(self) -> int:
         """Return the job's exit code once it has ended; nothing of it is left behind."""
+        assert self.agent is not None
         code = self.agent.wait()
-        self._signal_group(signal.SIGKILL)
-        stopped_early = self.signals and code == 128 + signal.SIGTERM
-        return 0 if stopped_early else code  # a worker that was asked to stop before it could listen
+        self._kill_orphans()
+        if self.never_started:
+            return 0
+        stopped_early = self.signals and code == 128 + signal.SIGTERM  # a worker was asked before it could listen
+        if code < 0:
+            print(f"[titan] the launcher's agent was killed by signal {-code}", file=sys.stderr)
+            code = 128 - code
+        return 0 if stopped_early else code
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         """Ask the workers to stop; on a second signal the agent, and on a third kill all."""
         self.signals += 1
+        if self.agent is None:
+            return
         workers = children(self.agent.pid)
-        if self.signals == 1 and workers:
+        if self.signals == 1 and not workers:
+            self._stop_before_start()
+        elif self.signals == 1:
             for worker in workers:
                 _signal(worker, signal.SIGTERM)
-        elif self.signals <= 2:
+        elif self.signals == 2:
             _signal(self.agent.pid, signal.SIGTERM)
         else:
-            self._signal_group(signal.SIGKILL)
+            self._kill_all()
 
-    def _signal_group(self, number: int) -> None:
-        try:
-            os.killpg(self.agent.pid, number)
-        except ProcessLookupError:
-            return
+    def _stop_before_start(self) -> None:
+        assert self.agent is not None
+        self.never_started = True
+        _signal(self.agent.pid, signal.SIGKILL)  # what it may just have started is found by wait
+
+    def _kill_all(self) -> None:
+        assert self.agent is not None
+        for pid in (*children(self.agent.pid), self.agent.pid):
+            _signal(pid, signal.SIGKILL)
+
+    def _kill_orphans(self) -> None:
+        """Kill what the agent left behind, and what that leaves behind."""
+        while sys.platform == "linux" and (orphans := children(os.getpid())):
+            for pid in orphans:
+                _signal(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of processes whose own parent dies, so that no worker outlives the job; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def children(pid: int) -> list[int]:
@@ -164,10 +206,8 @@ def _signal(pid: int, number: int) -> None:
 def _run_with_bar(command: list[str], environment: dict[str, str], progress_path: Path) -> int:
     if "NO_COLOR" not in environment:
         environment = {"FORCE_COLOR": "1", **environment}
-    agent = subprocess.Popen(
-        command, env=environment, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    job, bar = _Job(agent), _Bar(progress_path)
+    job, bar = _Job(), _Bar(progress_path)
+    agent = job.start(command, environment, subprocess.PIPE)
     assert agent.stdout is not None and agent.stderr is not None
     pumps = [
         threading.Thread(target=bar.pump, args=(source, sink))

@@ -22,7 +22,7 @@ class Profiler:
     def __init__(
         self, freq: int, traces_folder: Path | None, snapshots_folder: Path | None, device: torch.device
     ) -> None:
-        self.step_number = 0
+        self.step_number = 0  # of the training, so that a resumed run does not write over the traces of the first
         self.closing = False
         self.freq = freq
         self.snapshots_folder = snapshots_folder if device.type == "cuda" else None
@@ -41,9 +41,9 @@ class Profiler:
         running.start()
         return running
 
-    def step(self) -> None:
-        """Count a step, and write what is due."""
-        self.step_number += 1
+    def step(self, number: int) -> None:
+        """Take note that step `number` is done, and write what is due."""
+        self.step_number = number
         if self.profile is not None:
             self.profile.step()
         if self.snapshots_folder is not None and self.step_number % self.freq == 0:

@@ -51,3 +51,33 @@ def test_a_resumed_schedule_goes_on() -> None:
     other.load_state_dict(scheduler.state_dict())
     assert other.get_last_lr() == scheduler.get_last_lr()
     assert _rates(section, 8)[5] == scheduler.get_last_lr()[0]
+
+
+def test_a_resumed_schedule_has_the_rates_of_the_run_that_resumes() -> None:
+    section = LRScheduler(warmup_steps=2)
+    before = build_lr_scheduler(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), section, 8)
+    for _ in range(5):
+        before.optimizer.step()
+        before.step()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3.0)
+    after = build_lr_scheduler(optimizer, section, 8)
+    after.load_state_dict(before.state_dict())
+    assert after.get_last_lr()[0] == optimizer.param_groups[0]["lr"] == 3 * before.get_last_lr()[0]
+
+
+def test_a_warm_up_as_long_as_the_run_never_reaches_the_rate() -> None:
+    assert _rates(LRScheduler(warmup_steps=4), 3) == pytest.approx([0.2, 0.4, 0.6])
+
+
+@pytest.mark.parametrize("shape", ["linear", "sqrt", "cosine"])
+def test_beyond_the_end_the_rate_stays_at_the_floor(shape: str) -> None:
+    """A schedule that runs on (a resumed run with fewer steps) must not rise or turn negative."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
+    scheduler = build_lr_scheduler(optimizer, LRScheduler(warmup_steps=0, decay_type=shape, min_lr_factor=0.25), 4)
+    rates = []
+    for _ in range(8):
+        optimizer.step()
+        scheduler.step()
+        rates.append(scheduler.get_last_lr()[0])
+    assert rates[3:] == pytest.approx([0.5] * 5)
+    assert rates[0] > rates[1] > rates[2] > 0.5

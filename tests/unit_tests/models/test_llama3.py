@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.helpers.tiny import T0, error
+from tests.helpers.tiny import T0, DenseAttention, error
 from tests.helpers.transformers_llama import build_transformers_llama, copy_weights, our_name, to_ours
 from torchtitan.components.loss import ChunkedCrossEntropy
 from torchtitan.errors import ConfigError, TitanError
 from torchtitan.models import get_args, get_spec, resolve_vocab_size
 from torchtitan.models.common.init import InitRule, initialise
 from torchtitan.models.common.rope import RoPEScaling
-from torchtitan.models.llama3.args import FLAVORS
+from torchtitan.models.llama3.args import FLAVORS, Llama3Args
 from torchtitan.models.llama3.model import build_llama3
 from torchtitan.models.llama3.plan import init_rules_llama3
 
@@ -22,6 +22,7 @@ _CASES = {
     "plain": T0,
     "scaled": replace(T0, rope_scaling=_SCALING),
     "one kv head": replace(T0, num_kv_heads=1),
+    "wide heads": replace(T0, head_dim=16),
     "tied": replace(T0, tie_embeddings=True),
 }
 
@@ -76,20 +77,29 @@ def test_parameter_counts_are_the_published_ones(flavor: str, count: int) -> Non
     assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
-def test_flops_are_those_of_the_matrix_products_with_half_the_attention() -> None:
+def _counted_flops(args: Llama3Args, seq_len: int, *, dense: bool) -> float:
+    """Return what torch counts per token; it counts the CPU's attention kernel as 0, and dense attention in full."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    args, seq_len = replace(T0, num_layers=3), 32
     model = build_llama3(args)
     initialise(model, init_rules_llama3(args), seed=0)
+    if dense:
+        for block in model.layers.values():
+            block.attention.inner_attention = DenseAttention()
     tokens = torch.zeros(1, seq_len, dtype=torch.long)
     positions = torch.arange(seq_len, dtype=torch.int32)[None]
     with FlopCounterMode(display=False) as counter:
         model.logits(tokens, positions).sum().backward()
-    # torch counts the CPU's attention kernel as 0, so what it counts are the other products: exact.
-    width = args.num_heads * args.width_per_head
-    attention = 6 * args.num_layers * width * (seq_len + 1)
-    assert args.flops_per_token(seq_len) - attention == counter.get_total_flops() / seq_len
+    return counter.get_total_flops() / seq_len
+
+
+@pytest.mark.parametrize("args", [replace(T0, num_layers=3), replace(T0, head_dim=16), replace(T0, num_kv_heads=8)])
+def test_flops_are_those_of_the_matrix_products_with_half_the_attention(args: Llama3Args) -> None:
+    """Causal attention needs (S + 1) / 2 of the S products per query that dense attention makes."""
+    for seq_len in (32, 64):
+        matrices = _counted_flops(args, seq_len, dense=False)
+        attention = _counted_flops(args, seq_len, dense=True) - matrices
+        assert args.flops_per_token(seq_len) == matrices + attention * (seq_len + 1) / (2 * seq_len)
 
 
 def test_a_parameter_without_a_rule_is_an_error() -> None:

@@ -74,9 +74,9 @@ def test_no_signal_is_no_wish() -> None:
 
 def _profiled(folder: str, freq: int) -> None:
     profiler = Profiler(freq, Path(folder), None, torch.device("cpu"))
-    for _ in range(5):
+    for step in range(11, 16):  # of a resumed run
         torch.ones(4).sum()
-        profiler.step()
+        profiler.step(step)
     profiler.close()
 
 
@@ -84,7 +84,7 @@ def _profiled(folder: str, freq: int) -> None:
 def test_a_trace_is_written_every_freq_steps(tmp_path: Path, freq: int) -> None:
     run_ranks(1, _profiled, str(tmp_path), freq)
     written = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.json"))
-    assert written == [f"iteration_{step}/rank0_trace.json" for step in range(freq, 6, freq)]
+    assert written == [f"iteration_{step}/rank0_trace.json" for step in range(10 + freq, 16, freq)]
     for path in written:  # the last one too: the end of the run does not write over it
         names = {event.get("name") for event in json.loads((tmp_path / path).read_text())["traceEvents"]}
         assert "aten::sum" in names, path
@@ -95,7 +95,7 @@ def test_a_memory_snapshot_on_a_cpu_is_said_to_have_no_effect(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("torchtitan"), "propagate", True)
     profiler = Profiler(1, None, tmp_path, torch.device("cpu"))
-    profiler.step()
+    profiler.step(1)
     assert "enable_memory_snapshot has no effect on a CPU" in caplog.text
     assert not list(tmp_path.iterdir())
 
