@@ -1,9 +1,9 @@
 """What the trainer runs a batch through; it hides how the model is laid out."""
 
-import torch
+from dataclasses import replace
 
 from torchtitan.batch import Batch
-from torchtitan.components.loss import ChunkedCrossEntropy
+from torchtitan.components.loss import ChunkedCrossEntropy, LossSum
 from torchtitan.models.common.decoder import Decoder
 
 
@@ -14,13 +14,13 @@ class SingleStageRunner:
         self.model = model
         self.loss = loss
 
-    def forward_backward(self, batch: Batch, num_tokens: float) -> torch.Tensor:
-        """Add the gradients of (summed loss / num_tokens); returns this rank's summed loss, fp64 []."""
-        total = self.forward(batch)
-        (total / num_tokens).backward()
-        return total.detach()
+    def forward_backward(self, batch: Batch, num_tokens: float) -> LossSum:
+        """Add the gradients of (summed loss / num_tokens); returns this rank's summed loss."""
+        loss = self.forward(batch)
+        (loss.total / num_tokens).backward()
+        return replace(loss, total=loss.total.detach())
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Return this rank's summed loss over its valid tokens, fp64 []."""
+    def forward(self, batch: Batch) -> LossSum:
+        """Return this rank's summed loss over its valid tokens."""
         hidden = self.model(batch.inputs, batch.positions)
         return self.loss(self.model.output, hidden, batch.labels)

@@ -23,7 +23,7 @@ from torchtitan.distributed.process_group import (
     world_size_from_env,
 )
 from torchtitan.errors import CheckpointError, ConfigError, NonFiniteError, TitanError
-from torchtitan.tools.device import resolve_device
+from torchtitan.tools.device import keep_freed_memory, resolve_device
 from torchtitan.tools.logging import init_logging, speaks
 from torchtitan.tools.stop import StopSignal
 from torchtitan.trainer import Trainer
@@ -77,6 +77,8 @@ def _heard_once() -> Iterator[None]:
 def train(config: JobConfig, trainer_class: type[Trainer], stop: StopSignal) -> None:
     """Validate, join the job, build and train; collective."""
     device = resolve_device()
+    if device.type == "cpu":
+        keep_freed_memory()
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     args = model_args(config, tokenizer)
     check(config, world_size=world_size_from_env(), device_type=device.type, context_length=args.context_length)

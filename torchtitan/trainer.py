@@ -4,6 +4,8 @@ import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from torchtitan.batch import IGNORED_LABEL, Batch, CPLayout
 from torchtitan.components.checkpoint import Checkpointer
+from torchtitan.components.loss import LossSum, mean_loss
 from torchtitan.components.metrics import MetricsLogger
 from torchtitan.data.loader import TrainLoader
 from torchtitan.distributed.collectives import all_gather_rows, all_reduce_sum
@@ -125,10 +128,10 @@ class Trainer:
         valid_tokens = self._count_valid_tokens(raw)
         optimizer.zero_grad()
         batches = [self.post_dataloading_process(microbatch) for microbatch in raw]
-        total = sum(self.parts.runner.forward_backward(batch, max(1, valid_tokens)) for batch in batches)
+        losses = [self.parts.runner.forward_backward(batch, max(1, valid_tokens)) for batch in batches]
         gradients = local_gradients(self.parts.model.parameters())
         norm = grad_norm(gradients, self.dims.fsdp_mesh)
-        summary = self._summarise(torch.as_tensor(total), batches, valid_tokens)
+        summary = self._summarise(reduce(add, losses), batches, valid_tokens)
         self._check_finite(summary, norm)
         if self.options.max_norm > 0:
             clip_gradients(gradients, norm, self.options.max_norm)
@@ -180,13 +183,13 @@ class Trainer:
                 "samples; the data loader must be keyed by the dp rank"
             )
 
-    def _summarise(self, total: torch.Tensor, batches: list[Batch], valid_tokens: int) -> StepSummary:
+    def _summarise(self, loss: LossSum, batches: list[Batch], valid_tokens: int) -> StepSummary:
         local_tokens = sum((batch.labels != IGNORED_LABEL).sum() for batch in batches)
-        wish = torch.full_like(total, float(bool(self.parts.stop)))
-        row = torch.stack([total, torch.as_tensor(local_tokens, dtype=total.dtype, device=total.device), wish])
-        sums, tokens, wishes = all_gather_rows(row, self.dims.fsdp_mesh).unbind(1)  # [ranks] each
-        means = [float(mean) for mean, count in zip(sums / tokens, tokens, strict=True) if count > 0]
-        return StepSummary(float(sums.sum()) / max(1, valid_tokens), max(means, default=0.0), bool(wishes.any()))
+        row = loss.row(local_tokens, bool(self.parts.stop))
+        rows = all_gather_rows(row, self.dims.fsdp_mesh)  # [ranks, 5]
+        tokens, wishes = rows[:, 3], rows[:, 4]
+        means = [mean_loss(own.unsqueeze(0), int(count)) for own, count in zip(rows, tokens, strict=True) if count > 0]
+        return StepSummary(mean_loss(rows, max(1, valid_tokens)), max(means, default=0.0), bool(wishes.any()))
 
     def _check_finite(self, summary: StepSummary, norm: float) -> None:
         for name, value in (("loss", summary.loss), ("gradient norm", norm)):

@@ -29,7 +29,7 @@ def _layout_guard(order: str) -> tuple[bool, Result, Result]:
     for case, model, dims, batch in sides:
         hidden = model(batch.inputs, batch.positions)
         cp_shard(dims.cp_mesh, [torch.zeros(1, 8)], load_balancer="none" if case is balanced else "headtail")
-        totals.append(ChunkedCrossEntropy(0)(model.output, hidden, batch.labels))
+        totals.append(ChunkedCrossEntropy(0)(model.output, hidden, batch.labels).total)
     if order == "together":
         (sum(totals) / 128).backward()
     else:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.helpers.job import Outcome, options, run_job, write_documents
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import error, full
+from torchtitan.components.loss import UNITS_PER_LOSS, LossSum
 from torchtitan.trainer import Trainer
 
 # (world size, options): every layout of eight sequences a step.
@@ -257,7 +258,8 @@ class _TwoSums(Trainer):
         batch.labels.fill_(-100)
         batch.labels.flatten()[: (10, 30)[rank]] = 1
         total = torch.tensor((20.0, 90.0)[rank], dtype=torch.float64)
-        self.summary = self._summarise(total, [batch], 40)
+        loss = LossSum(total, (total * UNITS_PER_LOSS).long(), torch.tensor(0))
+        self.summary = self._summarise(loss, [batch], 40)
 
 
 def _summary_job(cache: str, argv: list[str]) -> tuple[float, float]:

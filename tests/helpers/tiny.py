@@ -163,7 +163,7 @@ def split_step(case: Case) -> Result:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for update in range(case.updates + 1):
         optimizer.zero_grad()
-        total = runner.forward_backward(batch, num_tokens)
+        total = runner.forward_backward(batch, num_tokens).total
         if update < case.updates:
             optimizer.step()
     torch.distributed.all_reduce(total)

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import tomli
 import tyro
@@ -187,6 +188,8 @@ def _fits(value: Any, kind: Any) -> bool:
         return value in get_args(kind)
     if kind in (float, float | None):
         return type(value) in (int, float)
+    if get_origin(kind) in (Union, UnionType):
+        return any(_fits(value, part) for part in get_args(kind))
     return type(value) is kind  # exactly: a bool is an int to isinstance
 
 
@@ -195,6 +198,8 @@ def _rule(key: str) -> str:
     kind = OPTIONS[key]
     if get_origin(kind) is Literal:
         return f"it must be one of {', '.join(get_args(kind))}"
+    if kind == int | Literal["auto"]:
+        return "it must be a whole number or auto"
     rules = {bool: "true or false", int: "a whole number", str: "a text", float: "a number", float | None: "a number"}
     return f"it must be {rules[kind]}"
 

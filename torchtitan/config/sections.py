@@ -69,8 +69,9 @@ class Training:
     """Processes per rank that prepare data; 0: the rank itself does."""
     gc_freq: int = 50
     """Steps between two collections of Python garbage, at the same step on all ranks; 1 or more."""
-    loss_chunk_tokens: int = 0
-    """Tokens whose logits exist at one time; 0: those of the whole microbatch."""
+    loss_chunk_tokens: int | Literal["auto"] = "auto"
+    """Tokens whose logits exist at one time, 1 or more; auto: what is fast on the device (256 on a CPU, 2048 on CUDA);
+    0: those of the whole microbatch."""
 
 
 @dataclass(frozen=True)

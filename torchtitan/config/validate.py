@@ -57,7 +57,7 @@ RANGES = {
     "training.max_norm": _NON_NEGATIVE,
     "training.num_workers": _COUNT_OR_OFF,
     "training.gc_freq": _COUNT,
-    "training.loss_chunk_tokens": _COUNT_OR_OFF,
+    "training.loss_chunk_tokens": Range("it must be 1 or more, 0 (the whole microbatch) or auto", 0),
     "optimizer.lr": _POSITIVE,
     "optimizer.beta1": _DECAY,
     "optimizer.beta2": _DECAY,
@@ -184,7 +184,7 @@ def check(config: JobConfig, *, world_size: int, device_type: str, context_lengt
 def _check_ranges(config: JobConfig) -> None:
     for option, allowed in RANGES.items():
         value = value_of(config, option)
-        if value is not None and not allowed.holds(value):
+        if value not in (None, "auto") and not allowed.holds(value):
             raise option_error(option, value, f"{value} is out of range", allowed.rule, "choose a value within it")
 
 

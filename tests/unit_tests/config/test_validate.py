@@ -3,7 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -296,7 +296,8 @@ def test_edges_of_ranges_are_accepted(option: str, value: float) -> None:
 
 
 def test_every_number_has_a_range() -> None:
-    numbers = {option for option, kind in OPTIONS.items() if kind in (int, float, float | None)}
+    kinds = (int, float, float | None, int | Literal["auto"])
+    numbers = {option for option, kind in OPTIONS.items() if kind in kinds}
     with_functions = {option for option in numbers if option.endswith("_degree")} | {"training.global_batch_size"}
     assert numbers - with_functions == set(RANGES)
 

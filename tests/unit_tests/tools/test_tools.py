@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -115,3 +116,29 @@ def test_more_processes_than_devices_is_a_named_error(monkeypatch: pytest.Monkey
     monkeypatch.setitem(os.environ, "LOCAL_RANK", "2")
     with pytest.raises(ConfigError, match=r"more processes than the 2 CUDA devices .* use NGPU=2"):
         device.resolve_device()
+
+
+_FAULTS = """
+import resource, sys
+import torch
+from torchtitan.tools.device import keep_freed_memory
+torch.set_num_threads(1)
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(3, 2**22)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
+def test_freed_memory_is_used_again_without_new_pages() -> None:
+    given, kept = (
+        int(subprocess.run([sys.executable, "-c", _FAULTS, how], capture_output=True, text=True, check=True).stdout)
+        for how in ("default", "keep")
+    )
+    assert given > 20 * 10 and kept < given / 10

@@ -11,6 +11,7 @@ from torch import nn
 from torchtitan.models.common.attention import Attention
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.norm import RMSNorm
 from torchtitan.models.common.rope import rotation
 
 Project = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -21,9 +22,9 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, dim: int, norm_eps: float, attention: Attention, feed_forward: FeedForward) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.attention_norm = RMSNorm(dim, eps=norm_eps)
         self.attention = attention
-        self.ffn_norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.ffn_norm = RMSNorm(dim, eps=norm_eps)
         self.feed_forward = feed_forward
 
     def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
@@ -55,7 +56,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.tok_embeddings = nn.Embedding(vocab_size, dim)
         self.layers = nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
-        self.norm = nn.RMSNorm(dim, eps=norm_eps)
+        self.norm = RMSNorm(dim, eps=norm_eps)
         self.output = OutputHead(dim, vocab_size)
         self.frequencies = frequencies
         if tie_embeddings:
