@@ -16,6 +16,7 @@ class CPLayout:
     degree: int
     load_balancer: str
     seq_len: int  # of the whole sequence, in tokens
+    ulysses_degree: int = 1
 
     @property
     def local_seq_len(self) -> int:

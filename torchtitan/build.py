@@ -12,13 +12,14 @@ from torchtitan.components.lr_scheduler import build_lr_scheduler
 from torchtitan.components.metrics import MetricsLogger
 from torchtitan.components.optimizer import build_optimizer
 from torchtitan.components.tokenizer import Tokenizer
+from torchtitan.config.cp_method import resolve_cp_method
 from torchtitan.config.job import JobConfig
 from torchtitan.config.validate import resolve_degrees, resolve_global_batch_size
 from torchtitan.data.cache import default_cache_folder
 from torchtitan.data.loader import TrainLoader, build_dataloader
 from torchtitan.distributed.parallel_dims import ParallelDims, build_parallel_dims
 from torchtitan.distributed.parallelize import SplitOptions, parallelize
-from torchtitan.distributed.process_group import local_rank_from_env
+from torchtitan.distributed.process_group import local_rank_from_env, ranks_per_node_from_env
 from torchtitan.models import get_args, get_spec, resolve_vocab_size
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.init import initialise
@@ -45,8 +46,7 @@ def build_parts(
     config: JobConfig, args: ModelArgs, tokenizer: Tokenizer, device: torch.device, stop: StopSignal
 ) -> TrainerParts:
     """Return all parts of a run, in the order in which they need each other; collective."""
-    degrees = resolve_degrees(config.parallelism, dist.get_world_size())
-    dims = build_parallel_dims(device, dp_shard=degrees.dp_shard, cp=degrees.cp)
+    dims, method = build_layout(config, args, device)
     options = _trainer_options(config, dims)
     logger.info(
         "Layout:\n%s",
@@ -57,7 +57,7 @@ def build_parts(
         ),
     )
     dataloader = _build_dataloader(config, tokenizer, dims, options)
-    model = build_model(config, args, dims, device)
+    model = build_model(config, args, dims, method, device)
     optimizer = build_optimizer(model, config.optimizer)
     lr_scheduler = build_lr_scheduler(optimizer, config.lr_scheduler, config.training.steps)
     states: dict[str, Stateful] = {
@@ -83,13 +83,32 @@ def build_parts(
     )
 
 
-def build_model(config: JobConfig, args: ModelArgs, dims: ParallelDims, device: torch.device) -> Decoder:
+def build_layout(config: JobConfig, args: ModelArgs, device: torch.device) -> tuple[ParallelDims, str]:
+    """Return the axes of the job and the method of context parallelism; collective."""
+    degrees = resolve_degrees(config.parallelism, dist.get_world_size())
+    choice = resolve_cp_method(
+        config.parallelism,
+        device_type=device.type,
+        num_heads=args.num_heads,
+        num_kv_heads=args.num_kv_heads,
+        ranks_per_node=ranks_per_node_from_env(),
+    )
+    if choice.reason and degrees.cp > 1:
+        name = "ulysses" if choice.ulysses_degree == degrees.cp else choice.method
+        logger.info("--parallelism.context_parallel_method=auto: %s, as %s", name, choice.reason)
+    dims = build_parallel_dims(device, dp_shard=degrees.dp_shard, cp=degrees.cp, ulysses=choice.ulysses_degree)
+    return dims, choice.method
+
+
+def build_model(
+    config: JobConfig, args: ModelArgs, dims: ParallelDims, cp_method: str, device: torch.device
+) -> Decoder:
     """Return the split model with its initial weights: built on meta, split, materialised, initialised."""
     spec = get_spec(config.model.name)
     with torch.device("meta"):
         model = spec.build(args, config.model.attn_type).to(_DTYPES[config.training.dtype])
     plan = spec.plan(args)
-    parallelize(model, plan, dims, _split_options(config))
+    parallelize(model, plan, dims, _split_options(config, cp_method))
     model.to_empty(device=device)
     initialise(model, spec.init_rules(args), config.debug.seed)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -97,14 +116,18 @@ def build_model(config: JobConfig, args: ModelArgs, dims: ParallelDims, device: 
     return model
 
 
-def _split_options(config: JobConfig) -> SplitOptions:
+def _split_options(config: JobConfig, cp_method: str) -> SplitOptions:
     parallelism = config.parallelism
     return SplitOptions(
         seq_len=config.training.seq_len,
-        cp_method=parallelism.context_parallel_method,
+        cp_method=cp_method,
         cp_rotate_method=parallelism.context_parallel_rotate_method,
         cp_load_balancer=parallelism.context_parallel_load_balancer,
+        cp_gather_kv_heads=parallelism.context_parallel_gather_kv_heads,
+        cp_keep_gathered=parallelism.context_parallel_keep_gathered,
         activation_checkpoint=config.activation_checkpoint.mode,
+        selective_ac_option=config.activation_checkpoint.selective_ac_option,
+        compile_backend=config.compile.backend if config.compile.enable else "",
         param_dtype=_DTYPES[config.training.mixed_precision_param],
         reduce_dtype=_DTYPES[config.training.mixed_precision_reduce],
     )

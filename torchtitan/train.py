@@ -20,6 +20,7 @@ from torchtitan.distributed.process_group import (
     is_lost_peer,
     leave_process_group,
     rank_from_env,
+    ranks_per_node_from_env,
     world_size_from_env,
 )
 from torchtitan.errors import CheckpointError, ConfigError, NonFiniteError, TitanError
@@ -81,7 +82,13 @@ def train(config: JobConfig, trainer_class: type[Trainer], stop: StopSignal) -> 
         keep_freed_memory()
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     args = model_args(config, tokenizer)
-    check(config, world_size=world_size_from_env(), device_type=device.type, context_length=args.context_length)
+    check(
+        config,
+        world_size=world_size_from_env(),
+        ranks_per_node=ranks_per_node_from_env(),
+        device_type=device.type,
+        model=args,
+    )
     set_determinism(config.debug.seed, config.debug.deterministic)
     init_process_group(device, config.comm.init_timeout_seconds)
     if config.job.description:

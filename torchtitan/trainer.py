@@ -158,7 +158,7 @@ class Trainer:
         if self.first_step or self.options.check_same_data:
             self._check_same_data(batch)
         balancer = self.options.load_balancer
-        layout = CPLayout(self.dims.cp, balancer, batch.inputs.size(-1))
+        layout = CPLayout(self.dims.cp, balancer, batch.inputs.size(-1), self.dims.ulysses)
         whole = [batch.inputs, batch.labels, batch.positions]
         return batch.cut(layout, *cp_shard(self.dims.cp_mesh, whole, load_balancer=balancer))
 
@@ -174,8 +174,9 @@ class Trainer:
         weights = torch.arange(1, batch.inputs.numel() + 1, device=batch.inputs.device)
         flat = (batch.inputs.flatten(), batch.labels.flatten(), batch.positions.flatten().long())
         digest = torch.stack([(part * weights).sum() for part in flat])
-        rows = all_gather_rows(digest, self.dims.cp_mesh)  # [cp, 3]
-        ranks = self.dims.cp_mesh.mesh.flatten().tolist()
+        first = self.dims.dp_rank * self.dims.cp
+        ranks = range(first, first + self.dims.cp)  # of this rank's cp group
+        rows = all_gather_rows(digest, self.dims.fsdp_mesh)[first : first + self.dims.cp]  # [cp, 3]
         different = [rank for rank, row in zip(ranks, rows, strict=True) if not torch.equal(row, rows[0])]
         if different:
             raise TitanError(
@@ -226,4 +227,4 @@ class Trainer:
         self.parts.profiler.step(self.step)
 
     def _set_timeout(self, seconds: int) -> None:
-        set_timeout(seconds, (self.dims.cp_mesh, self.dims.fsdp_mesh))
+        set_timeout(seconds, self.dims.meshes())

@@ -150,25 +150,32 @@ def test_one_rank_takes_any_length() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "known"), [("method", METHODS), ("rotate_method", ROTATE_METHODS), ("load_balancer", LOAD_BALANCERS)]
+    ("option", "known"),
+    [("method", (*METHODS, "auto")), ("rotate_method", ROTATE_METHODS), ("load_balancer", LOAD_BALANCERS)],
 )
 def test_options_and_front_door_know_the_same_values(option: str, known: tuple[str, ...]) -> None:
     """Breaks when one of the two lists gets a value that the other does not know."""
     assert get_args(get_type_hints(Parallelism)[f"context_parallel_{option}"]) == known
 
 
-@given(st.integers(1, 70), st.integers(1, 9), st.sampled_from(LOAD_BALANCERS))
+@given(st.integers(1, 70), st.integers(1, 4), st.integers(1, 4), st.sampled_from(LOAD_BALANCERS))
 @settings(deadline=None, database=None)
-def test_validation_and_front_door_accept_the_same_lengths(seq_len: int, cp: int, balancer: str) -> None:
+def test_validation_and_front_door_accept_the_same_lengths(
+    seq_len: int, rounds: int, ulysses: int, balancer: str
+) -> None:
     """Breaks when a length passes validation and fails once everything is allocated."""
+    cp = rounds * ulysses
     config = JobConfig(
         training=Training(seq_len=seq_len),
-        parallelism=Parallelism(context_parallel_degree=cp, context_parallel_load_balancer=balancer),
+        parallelism=Parallelism(
+            context_parallel_degree=cp, context_parallel_ulysses_degree=ulysses, context_parallel_load_balancer=balancer
+        ),
     )
+    model = SimpleNamespace(context_length=1024, num_heads=12, num_kv_heads=2)
     refusals = []
     for call in (
-        lambda: check(config, world_size=cp, device_type="cpu", context_length=1024),
-        lambda: check_seq_len(seq_len, cp, balancer),
+        lambda: check(config, world_size=cp, ranks_per_node=cp, device_type="cpu", model=model),
+        lambda: check_seq_len(seq_len, cp, balancer, ulysses_degree=ulysses),
     ):
         try:
             call()
@@ -176,7 +183,9 @@ def test_validation_and_front_door_accept_the_same_lengths(seq_len: int, cp: int
         except TitanError as caught:
             assert str(seq_len) in str(caught)
             refusals.append(True)
-    assert refusals[0] == refusals[1] == (seq_len % (2 * cp if balancer == "headtail" and cp > 1 else cp) != 0)
+    # Each of the method's ranks has two chunks with head-tail; each rank has as many tokens.
+    fits = seq_len % cp == 0 and (balancer == "none" or rounds == 1 or seq_len % (2 * rounds) == 0)
+    assert refusals == [not fits, not fits]
 
 
 def _message(call: Any) -> str:

@@ -69,7 +69,8 @@ def run_job(argv: Sequence[str], trainer_class: type[Trainer] = Trainer) -> Outc
     device = resolve_device()
     tokenizer = build_tokenizer(config.model.tokenizer_path)
     args = model_args(config, tokenizer)
-    check(config, world_size=dist.get_world_size(), device_type=device.type, context_length=args.context_length)
+    world_size = dist.get_world_size()
+    check(config, world_size=world_size, ranks_per_node=world_size, device_type=device.type, model=args)
     set_determinism(config.debug.seed, config.debug.deterministic)
     trainer = trainer_class(build_parts(config, args, tokenizer, device, StopSignal()))
     error = ""

@@ -39,9 +39,15 @@ class Case:
     compute_dtype: torch.dtype | None = None  # None: dtype
     dp: int = 1
     cp: int = 1
+    method: str = "ring"
+    ulysses: int = 1
     rotate_method: str = "allgather"
     load_balancer: str = "headtail"
+    gather_kv_heads: int = 0
+    keep_gathered: bool = False
     activation_checkpoint: str = "none"
+    selective_ac_option: str = "op"
+    compile_backend: str = ""
     ignored: tuple[tuple[int, int], ...] = ()  # spans of positions without a label
     updates: int = 0
 
@@ -118,15 +124,20 @@ def oracle(case: Case) -> Result:
 
 def build_split_model(case: Case) -> tuple[Decoder, ParallelDims]:
     """Return T0 split as the case says, from a meta-device build, as the trainer does it."""
-    dims = build_parallel_dims(CPU, dp_shard=case.dp, cp=case.cp)
+    dims = build_parallel_dims(CPU, dp_shard=case.dp, cp=case.cp, ulysses=case.ulysses)
     with torch.device("meta"):
         model = build_llama3(case.args).to(case.dtype)
     compute = case.compute_dtype or case.dtype
     options = SplitOptions(
         seq_len=case.seq_len,
+        cp_method=case.method,
         cp_rotate_method=case.rotate_method,
         cp_load_balancer=case.load_balancer,
+        cp_gather_kv_heads=case.gather_kv_heads,
+        cp_keep_gathered=case.keep_gathered,
         activation_checkpoint=case.activation_checkpoint,
+        selective_ac_option=case.selective_ac_option,
+        compile_backend=case.compile_backend,
         param_dtype=compute,
         reduce_dtype=case.dtype,
     )
@@ -144,7 +155,7 @@ def local_batch(case: Case, dims: ParallelDims) -> Batch:
     if case.cp == 1:
         return batch
     shards = cp_shard(dims.cp_mesh, [batch.inputs, batch.labels, batch.positions], load_balancer=case.load_balancer)
-    return batch.cut(CPLayout(case.cp, case.load_balancer, case.seq_len), *shards)
+    return batch.cut(CPLayout(case.cp, case.load_balancer, case.seq_len, case.ulysses), *shards)
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

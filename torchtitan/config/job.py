@@ -10,6 +10,7 @@ from torchtitan.config.sections import (
     ActivationCheckpoint,
     Checkpoint,
     Comm,
+    Compile,
     Debug,
     Job,
     LRScheduler,
@@ -33,6 +34,7 @@ class JobConfig:
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     parallelism: Parallelism = field(default_factory=Parallelism)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     profiling: Profiling = field(default_factory=Profiling)

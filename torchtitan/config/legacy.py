@@ -44,7 +44,6 @@ _WHOLE = "every checkpoint holds the whole state in the dtypes of training"
 _NO_HF = "checkpoints are torch's distributed format only; convert the weights, and drop this key"
 _NO_QUANTIZED = "quantised training does not exist here; remove it, bfloat16 is the narrowest"
 _NO_VALIDATION = "validation does not exist here; remove it, and evaluate a checkpoint on its own"
-_NO_COMPILE = "compiling does not exist here; remove it, the kernels run eagerly"
 _NO_IMPORT = "modules are not imported by name; start a script of your own by TRAIN_FILE"
 _NO_FT = "fault-tolerant groups do not exist here; remove it, and restart from --checkpoint.enable"
 _LOADER = "the data loader chooses it"
@@ -68,7 +67,6 @@ _SELECTIVE_DETAILS = (
     "memory_budget",
     "per_op_sac_force_recompute_mm_shapes_by_fqns",
     "preserve_rng_state",
-    "selective_ac_option",
     "visualize_memory_budget_pareto",
 )
 
@@ -91,7 +89,7 @@ ABSENT = {
     "parallelism.fsdp_reshard_after_forward": _note("each layer is resharded after its forward", "default", "always"),
     "parallelism.disable_loss_parallel": _note("there is no tensor parallelism"),
     "parallelism.enable_async_tensor_parallel": _note("there is no tensor parallelism"),
-    "parallelism.enable_compiled_autograd": _note(_NO_COMPILE),
+    "parallelism.enable_compiled_autograd": _note("backwards are compiled with their forwards, layer by layer"),
     "parallelism.expert_tensor_parallel_degree": _refuse("there is no expert_parallel axis; use 1", 1),
     "checkpoint.async_mode": _note("checkpoints are saved synchronously", "disabled", switch="checkpoint.enable"),
     "checkpoint.keep_latest_k": _note("all checkpoints are kept", 0, switch="checkpoint.enable"),
@@ -122,8 +120,7 @@ ABSENT = {
     "comm.trace_buf_size": _note(_RECORDER),
     "comm.save_traces_folder": _note(_RECORDER, switch="comm.trace_buf_size"),
     "comm.save_traces_file_prefix": _note(_RECORDER, switch="comm.trace_buf_size"),
-    "compile.enable": _refuse(_NO_COMPILE, False),
-    "compile.*": _silent(),
+    "compile.*": _note("each layer is compiled, and nothing else", switch="compile.enable"),
     "validation.enable": _refuse(_NO_VALIDATION, False),
     "validation.*": _silent(),
     "fault_tolerance.enable": _refuse(_NO_FT, False),
@@ -134,12 +131,11 @@ ABSENT = {
     **{f"parallelism.{name}": _silent() for name in _AXIS_DETAILS},
     **{f"activation_checkpoint.{name}": _silent() for name in _SELECTIVE_DETAILS},
 }
-_SELECTIVE = 'activation_checkpoint.mode="full" is used: the same results, less memory, more computing'
+_NO_BUDGET = 'activation_checkpoint.mode="selective" is used: the same results'
 
 # Values that torchtitan has for an option of this project, with what is used instead and why; None: refused.
 _VALUES: dict[tuple[str, object], tuple[str | None, str]] = {
-    ("activation_checkpoint.mode", "selective"): ("full", _SELECTIVE),
-    ("activation_checkpoint.mode", "memory_budget"): ("full", _SELECTIVE),
+    ("activation_checkpoint.mode", "memory_budget"): ("selective", _NO_BUDGET),
     ("parallelism.context_parallel_load_balancer", "ptrr"): (
         None,
         'it balances flex attention\'s block masks, which do not exist here; use "headtail"',

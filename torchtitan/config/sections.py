@@ -124,10 +124,19 @@ class Parallelism:
     """Ranks that share the experts; only 1 in this version."""
     context_parallel_degree: int = 1
     """Ranks that share each sequence; training.seq_len must divide by it (by twice it with headtail)."""
-    context_parallel_method: Literal["ring"] = "ring"
-    """How attention sees the other ranks' tokens; ring: keys and values travel around."""
+    context_parallel_method: Literal["ring", "gather", "auto"] = "ring"
+    """How attention sees the other ranks' tokens; ring: block by block, partial results are merged; gather: all keys
+    and values in order, so that the forward's bits do not depend on the degree; auto: by heads, nodes and device."""
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
     """How the ring moves keys and values: all at once, or one hop per block."""
+    context_parallel_ulysses_degree: int = 1
+    """Ranks of each cp group that exchange tokens for heads (Ulysses) around the method, which runs over the others; a
+    divisor of context_parallel_degree and of the query heads. 1: off; the whole degree: no other method runs."""
+    context_parallel_gather_kv_heads: int = 0
+    """Key/value heads that method gather moves at a time, while those before are computed: bounds its extra memory;
+    0: all at once."""
+    context_parallel_keep_gathered: bool = False
+    """Method gather keeps all keys and values of a layer for its backward, instead of gathering them again."""
     context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
     """headtail: each rank gets an early and a late chunk, so that causal work is equal; none: one contiguous chunk."""
 
@@ -136,8 +145,22 @@ class Parallelism:
 class ActivationCheckpoint:
     """Memory of activations against computing."""
 
-    mode: Literal["none", "full"] = "none"
-    """none: keep all activations; full: keep each layer's input and compute the rest again in the backward."""
+    mode: Literal["none", "selective", "full"] = "none"
+    """none: keep all activations; full: keep each layer's input and compute the rest again in the backward; selective:
+    as selective_ac_option says."""
+    selective_ac_option: str = "op"
+    """For mode selective. op: keep attention, communication and every second matrix product, compute the rest again; a
+    number N, 1 or more: every N-th layer is full, the others none."""
+
+
+@dataclass(frozen=True)
+class Compile:
+    """torch.compile, one layer at a time."""
+
+    enable: bool = False
+    """Compile each layer, once for all."""
+    backend: str = "inductor"
+    """A backend of torch.compile; inductor needs a C++ compiler on a CPU, eager and aot_eager need nothing."""
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,19 @@
 
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from glob import glob
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
+from typing import Protocol
 
+from torchtitan.config.cp_method import CPChoice, resolve_cp_method, seq_len_factor
 from torchtitan.config.job import JobConfig, value_of
-from torchtitan.config.sections import Checkpoint, Parallelism, Training
-from torchtitan.errors import ConfigError, option_error
+from torchtitan.config.sections import ActivationCheckpoint, Checkpoint, Compile, Parallelism, Training
+from torchtitan.errors import ConfigError, nearest, option_error
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ RANGES = {
     "training.num_workers": _COUNT_OR_OFF,
     "training.gc_freq": _COUNT,
     "training.loss_chunk_tokens": Range("it must be 1 or more, 0 (the whole microbatch) or auto", 0),
+    "parallelism.context_parallel_gather_kv_heads": _COUNT_OR_OFF,
     "optimizer.lr": _POSITIVE,
     "optimizer.beta1": _DECAY,
     "optimizer.beta2": _DECAY,
@@ -163,17 +167,37 @@ def resolve_global_batch_size(training: Training, dp: int) -> int:
     return size
 
 
-def check(config: JobConfig, *, world_size: int, device_type: str, context_length: int) -> None:
-    """Raise a ConfigError for the first rule that the configuration breaks; run before anything is allocated.
+class ModelShape(Protocol):
+    """What the rules need to know of the model."""
 
-    `context_length` is the longest sequence of the model in tokens.
-    """
+    @property
+    def context_length(self) -> int: ...  # longest sequence in tokens
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+
+
+def check(config: JobConfig, *, world_size: int, ranks_per_node: int, device_type: str, model: ModelShape) -> None:
+    """Raise a ConfigError for the first rule that the configuration breaks; run before anything is allocated."""
     _check_ranges(config)
     _check_dump_folder(config.job.dump_folder)
     degrees = resolve_degrees(config.parallelism, world_size)
     resolve_global_batch_size(config.training, degrees.dp_replicate * degrees.dp_shard)
-    _check_context_length(config, context_length)
-    _check_cut(config.training.seq_len, degrees.cp, config.parallelism.context_parallel_load_balancer, context_length)
+    _check_context_length(config, model.context_length)
+    _check_ulysses(config.parallelism, model.num_heads)
+    choice = resolve_cp_method(
+        config.parallelism,
+        device_type=device_type,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        ranks_per_node=ranks_per_node,
+    )
+    _check_cut(config, choice, model.context_length)
+    _check_gather(config.parallelism, model.num_kv_heads)
+    _check_selective(config.activation_checkpoint)
+    _check_compile(config.compile, device_type)
+    _check_compiled_ring(config, choice, degrees.cp)
     _check_decay(config)
     _check_dtypes(config.training, device_type)
     _check_dataset(config.training)
@@ -207,14 +231,77 @@ def _check_context_length(config: JobConfig, context_length: int) -> None:
         raise option_error("training.seq_len", seq_len, fact, rule, remedy)
 
 
-def _check_cut(seq_len: int, cp: int, load_balancer: str, context_length: int) -> None:
-    balanced = load_balancer == "headtail" and cp > 1
-    factor = 2 * cp if balanced else cp
+def _check_ulysses(parallelism: Parallelism, num_heads: int) -> None:
+    option, ulysses = "parallelism.context_parallel_ulysses_degree", parallelism.context_parallel_ulysses_degree
+    cp = parallelism.context_parallel_degree
+    if ulysses < 1:
+        fact, rule = f"{ulysses} is no number of ranks", "it is 1 (off) or more"
+        raise option_error(option, ulysses, fact, rule, "use 1 to turn the exchange off")
+    fitting = [str(degree) for degree in range(1, cp + 1) if cp % degree == 0 and num_heads % degree == 0]
+    if cp % ulysses:
+        fact = f"{ulysses} does not divide context_parallel_degree {cp}"
+        raise option_error(option, ulysses, fact, "it is a part of the cp ranks", f"use {_either(fitting)}")
+    if num_heads % ulysses:
+        fact = f"the model's {num_heads} query heads cannot be shared out over {ulysses} ranks"
+        raise option_error(option, ulysses, fact, "each rank gets as many heads", f"use {_either(fitting)}")
+
+
+def _check_gather(parallelism: Parallelism, num_kv_heads: int) -> None:
+    step = parallelism.context_parallel_gather_kv_heads
+    if step > num_kv_heads:
+        fact, rule = f"the model has {num_kv_heads} key/value heads", "it is how many of them travel at a time"
+        remedy = f"use at most {num_kv_heads}, or 0 for all"
+        raise option_error("parallelism.context_parallel_gather_kv_heads", step, fact, rule, remedy)
+
+
+def _check_selective(section: ActivationCheckpoint) -> None:
+    option = section.selective_ac_option
+    if option != "op" and not (option.isdecimal() and int(option) >= 1):
+        fact, rule = f"{option} is no way to select", "it is op, or a number N of 1 or more for every N-th layer"
+        raise option_error("activation_checkpoint.selective_ac_option", option, fact, rule, "use op or 2")
+
+
+def _check_compile(section: Compile, device_type: str) -> None:
+    if not section.enable:
+        return
+    import torch._dynamo  # seconds to load, so only where it is used
+
+    known = torch._dynamo.list_backends(exclude_tags=())
+    if section.backend not in known:
+        fact, rule = f"torch has no such backend{nearest(section.backend, known)}", f"it is one of {', '.join(known)}"
+        raise option_error("compile.backend", section.backend, fact, rule, "use inductor")
+    compilers = (os.environ.get("CXX", "g++"), "clang++")
+    if section.backend == "inductor" and device_type == "cpu" and not any(map(shutil.which, compilers)):
+        fact, rule = "there is no C++ compiler on this machine", "inductor compiles C++ code for a CPU"
+        remedy = "install g++, name one by CXX=, or use --compile.backend=aot_eager"
+        raise option_error("compile.backend", section.backend, fact, rule, remedy)
+
+
+def _check_compiled_ring(config: JobConfig, choice: CPChoice, cp: int) -> None:
+    balancer, rounds = config.parallelism.context_parallel_load_balancer, cp // choice.ulysses_degree
+    if config.compile.enable and choice.method == "ring" and rounds > 1 and balancer == "none":
+        # The compiler drops what a rank receives and masks out, and with it the collective that the others wait for.
+        fact = "without balancing a rank does not use all that it receives, so compiled ranks would wait for ever"
+        rule = "a compiled ring needs a balanced placement"
+        remedy = "use headtail, or --parallelism.context_parallel_method=gather, or --compile.no_enable"
+        raise option_error("parallelism.context_parallel_load_balancer", balancer, fact, rule, remedy)
+
+
+def _check_cut(config: JobConfig, choice: CPChoice, context_length: int) -> None:
+    seq_len, cp = config.training.seq_len, config.parallelism.context_parallel_degree
+    load_balancer, rounds = config.parallelism.context_parallel_load_balancer, cp // choice.ulysses_degree
+    balanced = load_balancer == "headtail" and rounds > 1
+    factor = seq_len_factor(cp, load_balancer, ulysses_degree=choice.ulysses_degree)
     if seq_len % factor == 0:
         return
     rule = f"context parallelism cuts a sequence in {cp} equal chunks"
-    if balanced:
+    if balanced and rounds == cp:
         rule = f"head-tail balancing cuts a sequence in 2 x context_parallel_degree {cp} equal chunks"
+    elif balanced:
+        rule = (
+            f"head-tail balancing cuts a sequence in 2 x {rounds} equal chunks (context_parallel_degree {cp} / "
+            f"ulysses {choice.ulysses_degree}), and {cp} ranks get equal parts"
+        )
     lengths = [length for length in _nearest_multiples(seq_len, factor) if int(length) <= context_length]
     remedies = [_either(lengths)] if lengths else []
     if balanced and seq_len % cp == 0:
@@ -339,19 +426,41 @@ def ineffective(config: JobConfig) -> tuple[str, ...]:
 def _idle_groups(config: JobConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield (reason, options) for every switch that is off."""
     if config.parallelism.context_parallel_degree == 1:
-        names = ("method", "rotate_method", "load_balancer")
-        options = tuple(f"parallelism.context_parallel_{name}" for name in names)
-        yield "parallelism.context_parallel_degree is 1", options
+        yield "parallelism.context_parallel_degree is 1", _cp_options("ulysses_degree", *_CP_METHOD, "load_balancer")
+    yield from _idle_cp(config)
     if not config.checkpoint.enable:
         yield "checkpoint.enable is false", ("checkpoint.folder", "checkpoint.interval")
     elif config.checkpoint.load_only:
         yield "checkpoint.load_only is true", ("checkpoint.interval",)
     if not config.metrics.enable_tensorboard:
         yield "metrics.enable_tensorboard is false", ("metrics.save_tb_folder",)
+    if config.activation_checkpoint.mode != "selective":
+        yield "activation_checkpoint.mode is not selective", ("activation_checkpoint.selective_ac_option",)
+    if not config.compile.enable:
+        yield "compile.enable is false", ("compile.backend",)
     yield from _idle_profiling(config)
     yield from _idle_schedule(config)
     if config.training.dataset == "python_stdlib" and not config.training.dataset_path:
         yield "training.dataset is python_stdlib", ("training.dataset_text_field",)
+
+
+_CP_METHOD = ("method", "rotate_method", "gather_kv_heads", "keep_gathered")
+
+
+def _cp_options(*names: str) -> tuple[str, ...]:
+    return tuple(f"parallelism.context_parallel_{name}" for name in names)
+
+
+def _idle_cp(config: JobConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    parallelism = config.parallelism
+    if parallelism.context_parallel_degree == 1:
+        return
+    if parallelism.context_parallel_ulysses_degree == parallelism.context_parallel_degree:
+        yield "Ulysses takes all cp ranks", _cp_options(*_CP_METHOD, "load_balancer")
+    elif parallelism.context_parallel_method == "gather":
+        yield "parallelism.context_parallel_method is gather", _cp_options("rotate_method")
+    elif parallelism.context_parallel_method == "ring":
+        yield "parallelism.context_parallel_method is ring", _cp_options("gather_kv_heads", "keep_gathered")
 
 
 def _idle_profiling(config: JobConfig) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -1,8 +1,99 @@
-"""The few small collectives of a training step."""
+"""Collectives, with the bytes that they send to other ranks on record for whoever counts."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtitan.distributed.cp.torch_private import resolve_group
+
+# torch 2.13 renamed these two; 2.11 has the old names only, and newer ones warn about them.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Traffic:
+    """What one rank sent to others while it was counted."""
+
+    bytes: int = 0
+    calls: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count a collective that sends `num_bytes` to other ranks."""
+        self.bytes += num_bytes
+        self.calls += 1
+
+
+_counting: list[Traffic] = []  # of the counts in progress: nothing but what is counted depends on it
+
+
+@contextmanager
+def count_traffic() -> Iterator[Traffic]:
+    """Count what context parallelism sends within: this module's collectives and torch's functional ones."""
+    traffic = Traffic()
+    _counting.append(traffic)
+    try:
+        with _FunctionalCollectives(traffic):
+            yield traffic
+    finally:
+        _counting.remove(traffic)
+
+
+class PendingGather:
+    """An all-gather under way."""
+
+    def __init__(self, parts: torch.Tensor, work: Any, own: torch.Tensor) -> None:
+        self.parts = parts
+        self.work = work
+        self.own = own  # must live until the collective is done
+
+    def wait(self) -> torch.Tensor:
+        """Return the parts of all ranks in their order: [ranks, *shape of one]."""
+        self.work.wait()
+        return self.parts
+
+
+def start_all_gather(own: torch.Tensor, group: dist.ProcessGroup) -> PendingGather:
+    """Begin to gather tensors of one shape from all ranks of `group`."""
+    own = own.contiguous()
+    size = group.size()
+    _record((size - 1) * own.nbytes)
+    parts = torch.empty((size * own.size(0), *own.shape[1:]), dtype=own.dtype, device=own.device)
+    work = _all_gather_single(parts, own, group=group, async_op=True)
+    return PendingGather(parts.unflatten(0, (size, -1)), work, own)
+
+
+def reduce_scatter(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum over ranks of the part that is this rank's: [ranks, *shape] -> [*shape].
+
+    gloo's own reduce-scatter is an all-reduce, which sends twice as much; here each part travels once, and the sum is
+    in the order of the ranks.
+    """
+    parts = parts.contiguous()
+    _record(parts.nbytes - parts[0].nbytes)
+    if parts.device.type == "cuda":
+        own = torch.empty_like(parts[0])
+        _reduce_scatter_single(own, parts.flatten(0, 1), group=group)
+        return own
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received.sum(0)
+
+
+def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Send part i to rank i; returns what the ranks sent here, in their order: [ranks, *shape] both."""
+    parts = parts.contiguous()
+    _record(parts.nbytes - parts[0].nbytes)
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
 
 
 def all_gather_rows(row: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -17,3 +108,34 @@ def all_reduce_sum(value: int, mesh: DeviceMesh) -> int:
     total = torch.tensor(value, dtype=torch.int64, device=mesh.device_type)
     dist.all_reduce(total, group=mesh.get_group())
     return int(total)
+
+
+def _record(num_bytes: int) -> None:
+    for traffic in _counting:
+        traffic.add(num_bytes)
+
+
+class _FunctionalCollectives(TorchDispatchMode):
+    """Counts the collectives that torch's ring makes; FSDP's are of another kind and are not counted."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        super().__init__()
+        self.traffic = traffic
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # the DTensor unwraps itself, and what it then calls comes here
+        name = func._schema.name
+        if name.startswith("_c10d_functional::"):
+            self._count(name.removeprefix("_c10d_functional::"), args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: Any) -> None:
+        if name in ("all_gather_into_tensor", "all_gather_into_tensor_out"):
+            self.traffic.add(args[0].nbytes * (args[1] - 1))
+        elif name == "all_to_all_single":
+            own = dist.get_rank(resolve_group(args[3]))
+            sent = sum(count for rank, count in enumerate(args[2]) if rank != own)
+            self.traffic.add(sent * args[0][0].nbytes)
+        elif name != "wait_tensor":
+            raise NotImplementedError(f"how much {name} sends is not known here")

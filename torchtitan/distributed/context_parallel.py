@@ -1,21 +1,29 @@
 """The front door of context parallelism: one sequence on the P ranks of the cp axis.
 
-Letters: S tokens of the whole sequence, P cp degree, n = S / P tokens per rank, B batch, H heads, E head dim.
+A cp mesh of one dim [P] runs the method over all its ranks. One of two dims [R, U] exchanges tokens for heads over the
+second (Ulysses) and runs the method over the first; U = P is Ulysses alone.
+
+Letters: S tokens of the whole sequence, P cp degree, n = S / P tokens per rank, R ranks of the method, U ranks of
+Ulysses, B batch, H query heads, K key/value heads, E head dim.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtitan.config.cp_method import seq_len_factor
 from torchtitan.distributed.cp import torch_private
-from torchtitan.distributed.cp.ring import apply_ring
+from torchtitan.distributed.cp.gather import GatherSettings, apply_gather
+from torchtitan.distributed.cp.ring import apply_ring, compiled_ring_scope
+from torchtitan.distributed.cp.ulysses import apply_ulysses_in, apply_ulysses_out
 from torchtitan.distributed.plan import InnerAttention
 from torchtitan.errors import TitanError, nearest
 
-METHODS = ("ring",)
+METHODS = ("ring", "gather")
 ROTATE_METHODS = ("allgather", "alltoall")
 LOAD_BALANCERS = ("headtail", "none")
 
@@ -28,11 +36,15 @@ def apply_cp(
     method: str = "ring",
     rotate_method: str = "allgather",
     load_balancer: str = "headtail",
+    gather_kv_heads: int = 0,
+    keep_gathered: bool = False,
 ) -> None:
     """Make inner attention modules attend over the whole sequence of which each rank holds n tokens, in place.
 
-    Each module takes local q, k, v [B, H, n, E] and returns the local output. K and V travel with their own number of
-    heads. `seq_len` is S: a module that is fed anything but S / P tokens refuses to run.
+    Each module takes local q [B, H, n, E], k and v [B, K, n, E] and returns the local output. K and V travel with their
+    own number of heads; Ulysses repeats them where they are fewer than its ranks. `seq_len` is S: a module that is fed
+    anything but S / P tokens refuses to run. `rotate_method` is the ring's. Of `gather`, `gather_kv_heads` is how many
+    key/value heads travel at a time (0: all), and `keep_gathered` keeps what was gathered for the backward.
 
     Raises:
         TitanError: an unknown value, a length that cannot be cut, or no module at all (attention would then run on
@@ -41,15 +53,34 @@ def apply_cp(
     _check_choice("method", method, METHODS)
     _check_choice("rotate_method", rotate_method, ROTATE_METHODS)
     _check_choice("load_balancer", load_balancer, LOAD_BALANCERS)
-    check_seq_len(seq_len, cp_mesh.size(), load_balancer)
+    method_mesh, ulysses_mesh = _split(cp_mesh)
+    check_seq_len(seq_len, cp_mesh.size(), load_balancer, ulysses_degree=_ulysses_degree(cp_mesh))
     modules = list(attention_modules)
     if not modules:
         raise TitanError("context parallelism found no attention module to hook: attention would see local tokens only")
     for module in modules:
-        if isinstance(module, InnerAttention):
-            module.chooses_kernel_dtype = False
         module.register_forward_pre_hook(_LengthGuard(seq_len // cp_mesh.size(), seq_len, cp_mesh.size()))
-        apply_ring(module, cp_mesh, rotate_method=rotate_method, balanced=_is_balanced(load_balancer, cp_mesh))
+        if ulysses_mesh is not None:
+            apply_ulysses_in(module, ulysses_mesh)
+        if method_mesh.size() > 1 and method == "ring":
+            if isinstance(module, InnerAttention):
+                module.chooses_kernel_dtype = False
+            balanced = _is_balanced(load_balancer, method_mesh)
+            apply_ring(module, method_mesh, rotate_method=rotate_method, balanced=balanced)
+        elif method_mesh.size() > 1:
+            group, degree = method_mesh.get_group().group_name, method_mesh.size()
+            balanced = _is_balanced(load_balancer, method_mesh)
+            apply_gather(module, GatherSettings(group, degree, balanced, gather_kv_heads, keep_gathered))
+        if ulysses_mesh is not None:
+            apply_ulysses_out(module, ulysses_mesh)
+
+
+def cp_compile_scope(block: nn.Module, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """Return the context in which a compiled block that holds hooked attention must be called, in any number of calls.
+
+    `dtype` is that of the block's activations.
+    """
+    return compiled_ring_scope(block, dtype)
 
 
 def cp_shard(
@@ -57,8 +88,9 @@ def cp_shard(
 ) -> list[torch.Tensor]:
     """Return this rank's shard of every buffer: [.., S, ..] -> [.., n, ..], all cut alike, without communication.
 
-    `headtail` cuts the sequence in 2P chunks and gives rank r chunks r and 2P-1-r, so that causal attention is equal
-    work on all ranks; `none` gives rank r the tokens r*n .. (r+1)*n - 1. Dim 0 is the batch unless it is `seq_dim`.
+    `headtail` cuts the sequence in 2R chunks and gives rank r of the method's R chunks r and 2R-1-r, so that causal
+    attention is equal work on all ranks; `none` gives it one chunk of R. Ranks of Ulysses cut what their rank of the
+    method has once more, in order. Dim 0 is the batch unless it is `seq_dim`.
 
     Raises:
         TitanError: buffers of different length, a length that cannot be cut, or an unknown balancer.
@@ -68,9 +100,14 @@ def cp_shard(
     if len(lengths) != 1:
         raise TitanError(f"buffers that are cut together need one length; dim {seq_dim} has {sorted(lengths)}")
     seq_len = lengths.pop()
-    check_seq_len(seq_len, cp_mesh.size(), load_balancer)
+    check_seq_len(seq_len, cp_mesh.size(), load_balancer, ulysses_degree=_ulysses_degree(cp_mesh))
     dims = [seq_dim % buffer.ndim for buffer in buffers]
-    return torch_private.shard(cp_mesh, buffers, dims, seq_len=seq_len, balanced=_is_balanced(load_balancer, cp_mesh))
+    mesh, ulysses_mesh = _split(cp_mesh)
+    shards = torch_private.shard(mesh, buffers, dims, seq_len=seq_len, balanced=_is_balanced(load_balancer, mesh))
+    if ulysses_mesh is None:
+        return shards
+    degree, rank = ulysses_mesh.size(), ulysses_mesh.get_local_rank()
+    return [shard.chunk(degree, dim)[rank].contiguous() for shard, dim in zip(shards, dims, strict=True)]
 
 
 def cp_unshard(
@@ -81,12 +118,16 @@ def cp_unshard(
     All-gathers over the cp axis; every rank must call it, and no gradient flows back.
     """
     _check_choice("load_balancer", load_balancer, LOAD_BALANCERS)
-    return [_unshard(cp_mesh, buffer.detach(), load_balancer, seq_dim) for buffer in buffers]
+    mesh, ulysses_mesh = _split(cp_mesh)
+    wholes = [buffer.detach() for buffer in buffers]
+    if ulysses_mesh is not None:
+        wholes = [_joined(ulysses_mesh, whole, seq_dim) for whole in wholes]
+    return [_unshard(mesh, whole, load_balancer, seq_dim) for whole in wholes]
 
 
-def check_seq_len(seq_len: int, degree: int, load_balancer: str) -> None:
+def check_seq_len(seq_len: int, degree: int, load_balancer: str, *, ulysses_degree: int = 1) -> None:
     """Raise a TitanError unless a sequence of `seq_len` tokens can be cut over `degree` ranks."""
-    factor = 2 * degree if load_balancer == "headtail" and degree > 1 else degree
+    factor = seq_len_factor(degree, load_balancer, ulysses_degree=ulysses_degree)
     if seq_len % factor or seq_len < 1:
         below = seq_len // factor * factor
         choices = f"{below} or {below + factor}" if below else f"{factor}"
@@ -114,13 +155,31 @@ class _LengthGuard:
 
 
 def _unshard(cp_mesh: DeviceMesh, buffer: torch.Tensor, load_balancer: str, seq_dim: int) -> torch.Tensor:
-    parts = [torch.empty_like(buffer, memory_format=torch.contiguous_format) for _ in range(cp_mesh.size())]
-    dist.all_gather(parts, buffer.contiguous(), group=cp_mesh.get_group())
-    whole = torch.cat(parts, dim=seq_dim)
+    whole = _joined(cp_mesh, buffer, seq_dim)
     if not _is_balanced(load_balancer, cp_mesh):
         return whole
     order = torch_private.head_tail_indices(whole.size(seq_dim), cp_mesh.size(), whole.device, restore=True)
     return whole.index_select(seq_dim, order)
+
+
+def _joined(mesh: DeviceMesh, buffer: torch.Tensor, seq_dim: int) -> torch.Tensor:
+    parts = [torch.empty_like(buffer, memory_format=torch.contiguous_format) for _ in range(mesh.size())]
+    dist.all_gather(parts, buffer.contiguous(), group=mesh.get_group())
+    return torch.cat(parts, dim=seq_dim)
+
+
+def _split(cp_mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Return the meshes of the method and of Ulysses."""
+    if cp_mesh.ndim == 1:
+        return cp_mesh, None
+    names = cp_mesh.mesh_dim_names
+    if cp_mesh.ndim != 2 or names is None:
+        raise TitanError(f"a cp mesh has one dim, or two that are named (method, Ulysses); this one is {cp_mesh}")
+    return cp_mesh[names[0]], cp_mesh[names[1]]
+
+
+def _ulysses_degree(cp_mesh: DeviceMesh) -> int:
+    return cp_mesh.size(1) if cp_mesh.ndim == 2 else 1
 
 
 def _is_balanced(load_balancer: str, cp_mesh: DeviceMesh) -> bool:

@@ -21,6 +21,11 @@ def rank_from_env() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def ranks_per_node_from_env() -> int:
+    """Return the number of ranks that the launcher started on this node; 1 without a launcher."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def local_rank_from_env() -> int:
     """Return this process's rank on its node; 0 without a launcher."""
     return int(os.environ.get("LOCAL_RANK", "0"))

@@ -15,6 +15,12 @@ class ModelArgs(Protocol):
     @property
     def vocab_size(self) -> int: ...
     @property
+    def num_heads(self) -> int:
+        """Query heads per layer."""
+
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
     def context_length(self) -> int:
         """The longest sequence the family's positions are made for, in tokens."""
 

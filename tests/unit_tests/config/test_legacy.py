@@ -163,10 +163,6 @@ dataset = "c4_validation"
 freq = 500
 steps = -1
 """
-SELECTIVE = (
-    'activation_checkpoint.mode=selective does not exist here: activation_checkpoint.mode="full" is used: the same '
-    "results, less memory, more computing"
-)
 TOKENIZER = "model.hf_assets_path is named model.tokenizer_path here"
 
 
@@ -179,9 +175,9 @@ def write(folder: Path, text: str) -> str:
 
 def test_llama3_8b_loads_with_its_differences_noted(tmp_path: Path) -> None:
     config, notes = load_config([write(tmp_path, LLAMA3_8B)])
-    assert notes == (TOKENIZER, SELECTIVE)
+    assert notes == (TOKENIZER,)
     assert config.model.tokenizer_path == "./assets/hf/Llama-3.1-8B"
-    assert config.activation_checkpoint.mode == "full"
+    assert (config.activation_checkpoint.mode, config.activation_checkpoint.selective_ac_option) == ("selective", "op")
     assert (config.model.flavor, config.training.dataset, config.training.seq_len) == ("8B", "c4", 8192)
     assert (config.optimizer.lr, config.profiling.profile_freq) == (3e-4, 100)
 
@@ -201,7 +197,6 @@ def test_debug_model_loads_with_other_data(tmp_path: Path) -> None:
     config, notes = load_config([write(tmp_path, DEBUG_MODEL), "--training.dataset=python_stdlib"])
     assert notes == (
         TOKENIZER,
-        SELECTIVE,
         "No effect of checkpoint.interval: checkpoint.enable is false",
         "No effect of profiling.save_traces_folder: profiling.enable_profiling is false",
     )
@@ -213,7 +208,7 @@ def test_every_refused_key_is_in_one_message(tmp_path: Path) -> None:
     text = text.replace("[validation]\nenable = false", "[validation]\nenable = true")
     text += '[comm]\nmode = "fake_backend"\n[experimental]\ncustom_import = "mine"\n'
     with pytest.raises(ConfigError) as caught:
-        load_config([write(tmp_path, text), "--compile.enable"])
+        load_config([write(tmp_path, text), "--fault_tolerance.enable"])
     first, *lines = [line.partition("torchtitan.toml: ")[2] or line.strip() for line in str(caught.value).splitlines()]
     assert first == "5 options cannot be used:"
     assert lines == [
@@ -227,7 +222,10 @@ def test_every_refused_key_is_in_one_message(tmp_path: Path) -> None:
             'experimental.custom_import = "mine": modules are not imported by name; start a script of your own by '
             "TRAIN_FILE"
         ),
-        "--compile.enable=True: compiling does not exist here; remove it, the kernels run eagerly",
+        (
+            "--fault_tolerance.enable=True: fault-tolerant groups do not exist here; remove it, and restart from "
+            "--checkpoint.enable"
+        ),
     ]
 
 
@@ -261,6 +259,7 @@ def test_command_line_wins_over_a_renamed_key_of_the_file(tmp_path: Path) -> Non
         (["--training.enable_cpu_offload"], "parameters stay on the device"),
         (["--parallelism.fsdp_reshard_after_forward=never"], "each layer is resharded after its forward"),
         (["--parallelism.enable_async_tensor_parallel"], "there is no tensor parallelism"),
+        (["--compile.enable", "--compile.components=model"], "each layer is compiled, and nothing else"),
         (["--metrics.save_for_all_ranks"], "one rank reports for all"),
         (["--comm.trace_buf_size=20000"], "torch's flight recorder is set by its environment variables"),
         (["--training.dataloader.pin_memory"], "the data loader chooses it"),
@@ -279,8 +278,7 @@ def test_keys_that_change_no_result_are_noted(argv: list[str], note: str) -> Non
         "--checkpoint.async_mode=async",  # checkpoints are off
         "--checkpoint.last_save_in_hf",
         "--checkpoint.enable_ft_dataloader_checkpoints",
-        "--activation_checkpoint.selective_ac_option=op",
-        "--compile.backend=inductor",
+        "--compile.components=model",
         "--float8.enable_fsdp_float8_all_gather",
         "--parallelism.pipeline_parallel_schedule=Interleaved1F1B",
         "--parallelism.expert_tensor_parallel_degree=1",

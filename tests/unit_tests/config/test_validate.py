@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -43,7 +44,8 @@ def config_of(**options: Any) -> JobConfig:
 
 def run_check(config: JobConfig, world_size: int = 1, device_type: str = "cpu", context_length: int = 131072) -> None:
     """Check with what most tests do not care about filled in."""
-    check(config, world_size=world_size, device_type=device_type, context_length=context_length)
+    model = SimpleNamespace(context_length=context_length, num_heads=8, num_kv_heads=2)
+    check(config, world_size=world_size, ranks_per_node=world_size, device_type=device_type, model=model)
 
 
 def refusal(config: JobConfig, **environment: Any) -> str:

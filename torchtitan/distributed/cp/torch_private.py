@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -113,6 +114,11 @@ def shard(
     with _preserved_state():
         shards = _torch_cp._context_parallel_shard(mesh, list(buffers), list(seq_dims), load_balancer=balancer)
     return [shard for shard in shards if isinstance(shard, torch.Tensor)]  # all of them: no BlockMask was given
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """Return the process group of a name: an operator of torch's library can take the name only."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,31 @@
+"""torch.compile, block by block."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import nn
+
+from torchtitan.distributed.context_parallel import cp_compile_scope
+
+
+def apply_compile(blocks: Iterable[nn.Module], backend: str) -> None:
+    """Compile the forward of each block in place; blocks of the same shape share one graph.
+
+    The forward is compiled instead of the module, so that names stay, and what FSDP does around it is not traced.
+    """
+    # By default a graph is taken for right without a look at a module's hooks: a block with context parallelism and one
+    # without, of the same shapes, would run the same graph, and one of them would be wrong.
+    torch._dynamo.config.skip_nnmodule_hook_guards = False
+    for block in blocks:
+        compiled = torch.compile(block.forward, backend=backend, fullgraph=True, dynamic=False)
+        block.forward = _within_scope(block, compiled)
+
+
+def _within_scope(block: nn.Module, compiled: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def forward(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        with cp_compile_scope(block, x.dtype):
+            return compiled(x, *args)
+
+    return forward
