@@ -18,7 +18,7 @@ _PRELOAD = [
     "torch.distributed.fsdp",
     "torchtitan.distributed.context_parallel",
 ]
-_TIMEOUT_S = 300.0
+_TIMEOUT_S = 120.0
 
 
 def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:

@@ -1,7 +1,6 @@
 """The one place that decides the device, and what is known about it."""
 
 import ctypes
-import functools
 import os
 import platform
 
@@ -63,7 +62,7 @@ def keep_freed_memory() -> None:
         libc.mallopt(option, value)
 
 
-@functools.cache
+@torch.compiler.assume_constant_result
 def cpu_has_bf16_kernels() -> bool:
     """Return whether the CPU multiplies bf16 matrices faster than torch's scalar fallback.
 
