@@ -1,18 +1,24 @@
 """Every option takes its own path: collectives, bytes and work are counted and compared with closed forms."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import Case, build_split_model, local_batch
+from tests.helpers.tiny import CPU, Case, build_split_model, local_batch
+from torchtitan.config.cp_method import AttentionShape, sent_bytes
+from torchtitan.distributed.collectives import count_traffic
 from torchtitan.distributed.context_parallel import apply_cp
+from torchtitan.distributed.cp import kernels
+from torchtitan.distributed.parallel_dims import build_parallel_dims
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
 
@@ -46,85 +52,156 @@ def test_each_rotate_method_makes_its_own_collectives() -> None:
     assert rotated == {"forward all_to_all_single": 3, "backward all_to_all_single": 3 + 4}
 
 
-class _Sent(TorchDispatchMode):
-    """Adds up the bytes that this rank sends to other ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented  # the DTensor unwraps itself, and what it then calls comes here
-        name = func._schema.name
-        if name.startswith("_c10d_functional::all_gather"):
-            self.bytes += args[0].nbytes * (dist.get_world_size() - 1)
-        elif name.startswith("_c10d_functional::all_to_all"):
-            rows = [count for rank, count in enumerate(args[2]) if rank != dist.get_rank()]
-            self.bytes += sum(rows) * args[0][0].nbytes
-        elif "c10d" in name and any(word in name for word in ("reduce", "broadcast", "scatter", "gather", "all")):
-            raise AssertionError(f"the test does not know how much {name} sends")
-        return func(*args, **(kwargs or {}))
+_SHAPE = AttentionShape(3, 64, 8, 2, 16, 0, 0)  # of every traffic test; bytes per element follow from the dtype
+# Every method, by the arguments of `sent_bytes` without the degree, and what `apply_cp` is told beside.
+_METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ring": ({"method": "ring"}, {}),
+    "ring, rotated, contiguous": ({"method": "ring"}, {"rotate_method": "alltoall", "load_balancer": "none"}),
+    "gather": ({"method": "gather"}, {}),
+    "gather, strided, contiguous": ({"method": "gather"}, {"gather_kv_heads": 1, "load_balancer": "none"}),
+    "gather, kept": ({"method": "gather", "keep_gathered": True}, {"keep_gathered": True}),
+    "ulysses": ({"method": "ring", "ulysses_degree": 0}, {}),
+    "ulysses 2 over ring": ({"method": "ring", "ulysses_degree": 2}, {}),
+    "ulysses 2 over gather": ({"method": "gather", "ulysses_degree": 2}, {}),
+}
 
 
-def _sent(options: list[tuple[torch.dtype, str, str]]) -> list[tuple[int, int]]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def _mesh(ulysses: int) -> DeviceMesh:
+    cp = dist.get_world_size()
+    return build_parallel_dims(CPU, dp_shard=1, cp=cp, ulysses=ulysses).cp_mesh
+
+
+def _hooked(name: str, seq_len: int = _SHAPE.seq_len) -> tuple[ScaledDotProductAttention, dict[str, Any]]:
+    """Return a module under a method, and the method's arguments of `sent_bytes`."""
+    form, options = dict(_METHODS[name][0]), _METHODS[name][1]
+    if "ulysses_degree" in form:
+        form["ulysses_degree"] = form["ulysses_degree"] or dist.get_world_size()
+    module = ScaledDotProductAttention()
+    apply_cp([module], _mesh(form.get("ulysses_degree", 1)), seq_len=seq_len, method=form["method"], **options)
+    return module, {"degree": dist.get_world_size(), **form}
+
+
+def _sent(dtypes: list[torch.dtype]) -> list[tuple[str, torch.dtype, tuple[int, int], tuple[int, int]]]:
     results = []
-    for dtype, rotate_method, load_balancer in options:
-        module = ScaledDotProductAttention()
-        apply_cp([module], mesh, seq_len=64, rotate_method=rotate_method, load_balancer=load_balancer)
-        local = 64 // dist.get_world_size()
-        qkv = [torch.randn(3, heads, local, 16).to(dtype).requires_grad_() for heads in (8, 2, 2)]
-        with _Sent() as forward:
-            out = module(*qkv)
-        with _Sent() as backward:
-            out.sum().backward()
-        results.append((forward.bytes, backward.bytes))
+    for name in _METHODS:
+        for dtype in dtypes:
+            module, form = _hooked(name)
+            local = _SHAPE.seq_len // dist.get_world_size()
+            qkv = [torch.randn(3, heads, local, 16).to(dtype).requires_grad_() for heads in (8, 2, 2)]
+            with count_traffic() as forward:
+                out = module(*qkv)
+            with count_traffic() as backward:
+                out.sum().backward()
+            shape = replace(_SHAPE, itemsize=dtype.itemsize, grad_itemsize=max(4, dtype.itemsize))
+            results.append((name, dtype, (forward.bytes, backward.bytes), sent_bytes(shape, **form)))
     return results
 
 
 @pytest.mark.parametrize("cp", [2, 4])
-def test_keys_and_values_travel_ungrouped_in_their_own_dtype(cp: int) -> None:
-    """Closed forms: (P-1) n 2 Hkv E b forward, the same and P n 2 Hkv E x 4 bytes of dK and dV backward.
+def test_sent_bytes_are_those_of_the_closed_forms(cp: int) -> None:
+    """Breaks when K and V are expanded to all heads before they travel, or cast; and when a collective is one too many.
 
-    Breaks when K and V are expanded to all heads (4 times as much) or cast before they travel (twice).
+    At cp 4 Ulysses must repeat two key/value heads, and no more than twice.
     """
-    dtypes = {torch.bfloat16: 4, torch.float32: 4, torch.float64: 8}  # and bytes of what gradients are summed in
-    options = [
-        (dtype, rotate, lb) for dtype in dtypes for rotate, lb in (("allgather", "headtail"), ("alltoall", "none"))
-    ]
-    elements = 3 * (64 // cp) * 2 * 2 * 16  # batch, tokens, K and V, heads, head dim
-    for rank in run_ranks(cp, _sent, options):
-        for (dtype, rotate, _), (forward, backward) in zip(options, rank, strict=True):
-            key_values = (cp - 1) * elements * dtype.itemsize
-            assert forward == key_values, (dtype, rotate)
-            assert backward == key_values + cp * elements * dtypes[dtype], (dtype, rotate)
+    dtypes = [torch.bfloat16, torch.float32, torch.float64]
+    for rank in run_ranks(cp, _sent, dtypes):
+        for name, dtype, counted, expected in rank:
+            assert counted == expected, (name, dtype)
 
 
-def _attended_rows(case: Case) -> int:
-    """Count the query rows times key columns that this rank's kernels are called with."""
-    from torchtitan.distributed.cp import torch_private
+def test_closed_forms_by_hand() -> None:
+    """The formulas of the documentation with numbers in: P 4, n 16, h 128, g 1/4, b 2, batch 3."""
+    shape = replace(_SHAPE, itemsize=2, grad_itemsize=4)
+    one_way = 3 * (4 - 1) * 16 * 2 * 128 // 4
+    assert sent_bytes(shape, method="ring", degree=4) == (one_way * 2, one_way * 2 + 3 * 4 * 16 * 2 * 128 // 4 * 4)
+    assert sent_bytes(shape, method="gather", degree=4) == (one_way * 2, one_way * (2 + 4))
+    assert sent_bytes(shape, method="gather", degree=4, keep_gathered=True) == (one_way * 2, one_way * 4)
+    exchanged = 3 * 3 * 16 * (2 * 128 + 2 * 4 * 16) * 2 // 4  # two kv heads repeated to four
+    assert sent_bytes(shape, method="ring", degree=4, ulysses_degree=4) == (exchanged, exchanged)
+    assert sent_bytes(shape, method="gather", degree=1) == (0, 0)
 
-    pairs = []
-    original = torch_private._flash_forward
 
-    def counted(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        causal = query.size(2) * (query.size(2) + 1) // 2
-        pairs.append(causal if kwargs["is_causal"] else query.size(2) * key.size(2))
-        return original(query, key, value, **kwargs)
+def _loopback_bytes() -> int:
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    return next(int(line.split(":")[1].split()[8]) for line in lines if line.strip().startswith("lo:"))
 
-    torch_private._flash_forward = counted
-    model, dims = build_split_model(case)
-    batch = local_batch(case, dims)
-    model(batch.inputs, batch.positions)
-    return sum(pairs) // len(model.layers)
+
+def _on_the_wire(names: list[str]) -> list[tuple[str, int, int]]:
+    results = []
+    for name in names:
+        module, _ = _hooked(name, seq_len=8192)
+        qkv = [torch.randn(1, heads, 8192 // dist.get_world_size(), 64).requires_grad_() for heads in (4, 4, 4)]
+        dist.barrier()
+        before = _loopback_bytes()
+        with count_traffic() as traffic:
+            module(*qkv).sum().backward()
+        total = torch.tensor(traffic.bytes)
+        dist.all_reduce(total)
+        dist.barrier()
+        results.append((name, _loopback_bytes() - before, int(total)))
+    return results
+
+
+@pytest.mark.skipif(not Path("/proc/net/dev").exists(), reason="reads Linux's counters")
+def test_the_loopback_interface_sent_what_was_counted() -> None:
+    """Breaks with a collective that sends more than it says: gloo's reduce-scatter sends twice as much."""
+    names = ["ring, rotated, contiguous", "gather", "ulysses"]
+    for name, transmitted, counted in run_ranks(2, _on_the_wire, names)[0]:
+        assert transmitted == pytest.approx(counted, rel=0.02), name
+
+
+def _pairs(names: list[str]) -> list[int]:
+    """Return the (query, key) pairs that each method's kernels are called for on this rank."""
+    results = []
+    for name in names:
+        module, _ = _hooked(name, seq_len=1024)
+        qkv = [torch.randn(1, heads, 1024 // dist.get_world_size(), 8) for heads in (8, 2, 2)]
+        with _KernelCalls() as calls:
+            module(*qkv)
+        results.append(calls.pairs)
+    return results
+
+
+class _KernelCalls(TorchDispatchMode):
+    """Adds up the work of attention kernels from the shapes that they are called with, heads included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = 0
+        self.original = kernels.forward
+
+    def __enter__(self) -> "_KernelCalls":
+        kernels.forward = self._gathered
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        kernels.forward = self.original
+        super().__exit__(*args)
+
+    def _gathered(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> tuple[torch.Tensor, ...]:
+        rows = q.size(2)
+        self.pairs += q.size(1) * (rows * start + rows * (rows + 1) // 2)
+        return self.original(q, k, v, start)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+        if "scaled_dot_product_flash_attention_for_cpu" in func._schema.name:
+            causal = (kwargs or {}).get("is_causal", args[4] if len(args) > 4 else False)
+            rows, columns = args[0].size(2), args[1].size(2)
+            self.pairs += args[0].size(1) * (rows * (rows + 1) // 2 if causal else rows * columns)
+        return func(*args, **(kwargs or {}))
 
 
 def test_head_tail_gives_every_rank_equal_work() -> None:
-    """Closed form: exactly 1 with head-tail, up to 2 - 1/P contiguous."""
-    whole = 64 * 65 // 2
-    balanced = run_ranks(4, _attended_rows, Case(cp=4))
-    assert sum(balanced) == whole and len(set(balanced)) == 1
-    contiguous = run_ranks(4, _attended_rows, Case(cp=4, load_balancer="none"))
-    assert sum(contiguous) == whole
-    assert contiguous == sorted(contiguous) and contiguous[-1] / (whole / 4) == pytest.approx(2 - 1 / 4, rel=0.02)
+    """Closed form: exactly 1 with head-tail for every method, up to 2 - 1/P contiguous."""
+    names = list(_METHODS)
+    ranks = run_ranks(4, _pairs, names)
+    share = 8 * 1024 * 1025 // 2 / 4
+    for index, name in enumerate(names):
+        work = [rank[index] for rank in ranks]
+        assert sum(work) == 4 * share, name
+        if "contiguous" in name:
+            assert work == sorted(work) and work[-1] / share == pytest.approx(2 - 1 / 4, rel=0.02), name
+        else:
+            assert set(work) == {share}, name
