@@ -12,7 +12,7 @@ from torchtitan.components.lr_scheduler import build_lr_scheduler
 from torchtitan.components.metrics import MetricsLogger
 from torchtitan.components.optimizer import build_optimizer
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.config.cp_method import resolve_cp_method
+from torchtitan.config.cp_method import CPChoice, resolve_cp_method
 from torchtitan.config.job import JobConfig
 from torchtitan.config.validate import resolve_degrees, resolve_global_batch_size
 from torchtitan.data.cache import default_cache_folder
@@ -33,7 +33,7 @@ from torchtitan.trainer import TrainerOptions, TrainerParts
 
 logger = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 def model_args(config: JobConfig, tokenizer: Tokenizer) -> ModelArgs:
@@ -83,16 +83,21 @@ def build_parts(
     )
 
 
-def build_layout(config: JobConfig, args: ModelArgs, device: torch.device) -> tuple[ParallelDims, str]:
-    """Return the axes of the job and the method of context parallelism; collective."""
-    degrees = resolve_degrees(config.parallelism, dist.get_world_size())
-    choice = resolve_cp_method(
+def cp_choice(config: JobConfig, args: ModelArgs, device: torch.device) -> CPChoice:
+    """Return the method of context parallelism, and why it is this one."""
+    return resolve_cp_method(
         config.parallelism,
         device_type=device.type,
         num_heads=args.num_heads,
         num_kv_heads=args.num_kv_heads,
         ranks_per_node=ranks_per_node_from_env(),
     )
+
+
+def build_layout(config: JobConfig, args: ModelArgs, device: torch.device) -> tuple[ParallelDims, str]:
+    """Return the axes of the job and the method of context parallelism; collective."""
+    degrees = resolve_degrees(config.parallelism, dist.get_world_size())
+    choice = cp_choice(config, args, device)
     if choice.reason and degrees.cp > 1:
         name = "ulysses" if choice.ulysses_degree == degrees.cp else choice.method
         logger.info("--parallelism.context_parallel_method=auto: %s, as %s", name, choice.reason)
@@ -106,7 +111,7 @@ def build_model(
     """Return the split model with its initial weights: built on meta, split, materialised, initialised."""
     spec = get_spec(config.model.name)
     with torch.device("meta"):
-        model = spec.build(args, config.model.attn_type).to(_DTYPES[config.training.dtype])
+        model = spec.build(args, config.model.attn_type).to(DTYPES[config.training.dtype])
     plan = spec.plan(args)
     parallelize(model, plan, dims, _split_options(config, cp_method))
     model.to_empty(device=device)
@@ -128,8 +133,8 @@ def _split_options(config: JobConfig, cp_method: str) -> SplitOptions:
         activation_checkpoint=config.activation_checkpoint.mode,
         selective_ac_option=config.activation_checkpoint.selective_ac_option,
         compile_backend=config.compile.backend if config.compile.enable else "",
-        param_dtype=_DTYPES[config.training.mixed_precision_param],
-        reduce_dtype=_DTYPES[config.training.mixed_precision_reduce],
+        param_dtype=DTYPES[config.training.mixed_precision_param],
+        reduce_dtype=DTYPES[config.training.mixed_precision_reduce],
     )
 
 

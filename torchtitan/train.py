@@ -4,13 +4,16 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from torchtitan.build import build_parts, model_args
-from torchtitan.components.tokenizer import build_tokenizer
+from torchtitan.components.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.config.job import JobConfig
 from torchtitan.config.parse import load_config, to_toml
 from torchtitan.config.validate import check
@@ -24,6 +27,7 @@ from torchtitan.distributed.process_group import (
     world_size_from_env,
 )
 from torchtitan.errors import CheckpointError, ConfigError, NonFiniteError, TitanError
+from torchtitan.models.spec import ModelArgs
 from torchtitan.tools.device import keep_freed_memory, resolve_device
 from torchtitan.tools.logging import init_logging, speaks
 from torchtitan.tools.stop import StopSignal
@@ -32,15 +36,31 @@ from torchtitan.trainer import Trainer
 logger = logging.getLogger("torchtitan.train")  # by name: run as a script, this module is __main__
 
 
+@dataclass(frozen=True)
+class Job:
+    """A job that this process has joined, with everything validated and nothing allocated."""
+
+    config: JobConfig
+    args: ModelArgs
+    tokenizer: Tokenizer
+    device: torch.device
+    stop: StopSignal
+
+
 def main(argv: Sequence[str] | None = None, trainer_class: type[Trainer] = Trainer) -> int:
     """Run a training job from its command line; returns the exit code (0 done or stopped, 1 failed, 2 refused).
 
     `trainer_class` is how a file of the user's own brings its Trainer: `sys.exit(main(trainer_class=MyTrainer))`.
     """
+    return start(argv, partial(train, trainer_class=trainer_class))
+
+
+def start(argv: Sequence[str] | None, action: Callable[[Job], int]) -> int:
+    """Parse, validate, join and run `action`; returns its exit code, or that of an error, which is shown once."""
     stop = StopSignal()
     stop.install()
     try:
-        return _run(sys.argv[1:] if argv is None else argv, trainer_class, stop)
+        return _run(sys.argv[1:] if argv is None else argv, action, stop)
     except (ConfigError, CheckpointError, NonFiniteError) as error:  # every rank has it alike: shown once
         if speaks():
             print(error, file=sys.stderr, flush=True)
@@ -55,7 +75,7 @@ def main(argv: Sequence[str] | None = None, trainer_class: type[Trainer] = Train
         return TitanError.exit_code
 
 
-def _run(argv: Sequence[str], trainer_class: type[Trainer], stop: StopSignal) -> int:
+def _run(argv: Sequence[str], action: Callable[[Job], int], stop: StopSignal) -> int:
     with _heard_once():
         config, notes = load_config(argv)
         if config.job.print_config:
@@ -64,8 +84,10 @@ def _run(argv: Sequence[str], trainer_class: type[Trainer], stop: StopSignal) ->
     init_logging(color=not config.metrics.disable_color_printing)
     for note in notes if speaks() else ():
         logger.warning("%s", note)
-    train(config, trainer_class, stop)
-    return 0
+    job = _join(config, stop)
+    code = action(job)
+    leave_process_group()
+    return code
 
 
 @contextlib.contextmanager
@@ -75,8 +97,18 @@ def _heard_once() -> Iterator[None]:
         yield
 
 
-def train(config: JobConfig, trainer_class: type[Trainer], stop: StopSignal) -> None:
-    """Validate, join the job, build and train; collective."""
+def train(job: Job, trainer_class: type[Trainer]) -> int:
+    """Build and train; returns 0. Collective."""
+    if job.config.job.description:
+        logger.info("Job: %s", job.config.job.description)
+    _write_config(job.config)
+    trainer = trainer_class(build_parts(job.config, job.args, job.tokenizer, job.device, job.stop))
+    trainer.train()
+    trainer.close()
+    return 0
+
+
+def _join(config: JobConfig, stop: StopSignal) -> Job:
     device = resolve_device()
     if device.type == "cpu":
         keep_freed_memory()
@@ -91,13 +123,7 @@ def train(config: JobConfig, trainer_class: type[Trainer], stop: StopSignal) -> 
     )
     set_determinism(config.debug.seed, config.debug.deterministic)
     init_process_group(device, config.comm.init_timeout_seconds)
-    if config.job.description:
-        logger.info("Job: %s", config.job.description)
-    _write_config(config)
-    trainer = trainer_class(build_parts(config, args, tokenizer, device, stop))
-    trainer.train()
-    trainer.close()
-    leave_process_group()
+    return Job(config, args, tokenizer, device, stop)
 
 
 def _write_config(config: JobConfig) -> None:

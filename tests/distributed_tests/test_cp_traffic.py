@@ -8,16 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CPU, Case, build_split_model, local_batch
 from torchtitan.config.cp_method import AttentionShape, sent_bytes
+from torchtitan.distributed.attention_work import count_attention_work
 from torchtitan.distributed.collectives import count_traffic
 from torchtitan.distributed.context_parallel import apply_cp
-from torchtitan.distributed.cp import kernels
 from torchtitan.distributed.parallel_dims import build_parallel_dims
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
@@ -156,41 +154,10 @@ def _pairs(names: list[str]) -> list[int]:
     for name in names:
         module, _ = _hooked(name, seq_len=1024)
         qkv = [torch.randn(1, heads, 1024 // dist.get_world_size(), 8) for heads in (8, 2, 2)]
-        with _KernelCalls() as calls:
+        with count_attention_work() as work:
             module(*qkv)
-        results.append(calls.pairs)
+        results.append(work.pairs)
     return results
-
-
-class _KernelCalls(TorchDispatchMode):
-    """Adds up the work of attention kernels from the shapes that they are called with, heads included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pairs = 0
-        self.original = kernels.forward
-
-    def __enter__(self) -> "_KernelCalls":
-        kernels.forward = self._gathered
-        return super().__enter__()
-
-    def __exit__(self, *args: Any) -> None:
-        kernels.forward = self.original
-        super().__exit__(*args)
-
-    def _gathered(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> tuple[torch.Tensor, ...]:
-        rows = q.size(2)
-        self.pairs += q.size(1) * (rows * start + rows * (rows + 1) // 2)
-        return self.original(q, k, v, start)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            return NotImplemented
-        if "scaled_dot_product_flash_attention_for_cpu" in func._schema.name:
-            causal = (kwargs or {}).get("is_causal", args[4] if len(args) > 4 else False)
-            rows, columns = args[0].size(2), args[1].size(2)
-            self.pairs += args[0].size(1) * (rows * (rows + 1) // 2 if causal else rows * columns)
-        return func(*args, **(kwargs or {}))
 
 
 def test_head_tail_gives_every_rank_equal_work() -> None:

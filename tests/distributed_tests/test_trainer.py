@@ -258,7 +258,7 @@ class _TwoSums(Trainer):
         batch.labels.fill_(-100)
         batch.labels.flatten()[: (10, 30)[rank]] = 1
         total = torch.tensor((20.0, 90.0)[rank], dtype=torch.float64)
-        loss = LossSum(total, (total * UNITS_PER_LOSS).long(), torch.tensor(0))
+        loss = LossSum(total, (total * UNITS_PER_LOSS).long(), torch.tensor(0), torch.zeros(0))
         self.summary = self._summarise(loss, [batch], 40)
 
 

@@ -25,6 +25,7 @@ class LossSum:
     total: torch.Tensor  # fp64 []; the backward starts here
     units: torch.Tensor  # int64 []: multiples of 1 / UNITS_PER_LOSS, each token's loss rounded to one
     inexact_tokens: torch.Tensor  # int64 []: tokens left out of `units`, as their loss is not finite or above 2^20
+    token_losses: torch.Tensor  # fp32 at least [T], without a gradient; 0 where there is no label
 
     def row(self, *counts: torch.Tensor | int) -> torch.Tensor:
         """Return the sum and further counts as one int64 row, for a collective."""
@@ -34,7 +35,9 @@ class LossSum:
 
     def __add__(self, other: "LossSum") -> "LossSum":
         """Return the sum over the tokens of both."""
-        return LossSum(self.total + other.total, self.units + other.units, self.inexact_tokens + other.inexact_tokens)
+        token_losses = torch.cat([self.token_losses, other.token_losses])
+        inexact_tokens = self.inexact_tokens + other.inexact_tokens
+        return LossSum(self.total + other.total, self.units + other.units, inexact_tokens, token_losses)
 
 
 def mean_loss(rows: torch.Tensor, num_tokens: int) -> float:
@@ -57,7 +60,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_tokens: int, needs_grad: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         operand = kernel_dtype(hidden)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         kernel_weight = weight.to(operand)
@@ -79,8 +82,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtypes = hidden.dtype, weight.dtype
         units, inexact_tokens = _exact_sum(token_losses)
-        ctx.mark_non_differentiable(units, inexact_tokens)
-        return token_losses.sum(dtype=torch.float64), units, inexact_tokens
+        ctx.mark_non_differentiable(units, inexact_tokens, token_losses)
+        return token_losses.sum(dtype=torch.float64), units, inexact_tokens, token_losses
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
@@ -105,7 +108,7 @@ def _exact_sum(token_losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _project(
     hidden: torch.Tensor, weight: torch.Tensor, *, labels: torch.Tensor, chunk_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     rows = hidden.flatten(0, -2)
     needs_grad = torch.is_grad_enabled() and (rows.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(rows, weight, labels.flatten(), chunk_tokens, needs_grad)

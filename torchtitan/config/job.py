@@ -20,6 +20,7 @@ from torchtitan.config.sections import (
     Parallelism,
     Profiling,
     Training,
+    Verify,
 )
 
 
@@ -40,6 +41,7 @@ class JobConfig:
     profiling: Profiling = field(default_factory=Profiling)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
+    verify: Verify = field(default_factory=Verify)
 
 
 SECTIONS: Mapping[str, type[Any]] = MappingProxyType(get_type_hints(JobConfig))

@@ -226,6 +226,20 @@ class Comm:
 
 
 @dataclass(frozen=True)
+class Verify:
+    """What `python -m torchtitan.verify` allows; nothing else reads it."""
+
+    loss_tolerance: float | None = None
+    """Largest difference of the loss, relative; 0 or more. None: by the precision (float64 1e-12, float32 1e-6,
+    bfloat16 1e-3)."""
+    gradient_tolerance: float | None = None
+    """Largest difference of a parameter's gradient, relative to its largest element; 0 or more. None: by the precision
+    (float64 1e-12, float32 2e-6, bfloat16 1e-1)."""
+    memory_limit_gib: float = 16.0
+    """GiB that the model in one process may be estimated to need; a larger one is refused. Above 0."""
+
+
+@dataclass(frozen=True)
 class Debug:
     """Reproducibility."""
 

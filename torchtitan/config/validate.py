@@ -76,6 +76,9 @@ RANGES = {
     "profiling.profile_freq": _COUNT,
     "comm.init_timeout_seconds": _COUNT,
     "comm.train_timeout_seconds": _COUNT,
+    "verify.loss_tolerance": _NON_NEGATIVE,
+    "verify.gradient_tolerance": _NON_NEGATIVE,
+    "verify.memory_limit_gib": _POSITIVE,
     "debug.seed": Range("it must be from 0 to below 2^63", 0, 2**63, below_high=True),
 }
 """The numeric options with a range of their own; degrees and the global batch size have functions instead."""

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config.cp_method import seq_len_factor
 from torchtitan.distributed.cp import torch_private
 from torchtitan.distributed.cp.gather import GatherSettings, apply_gather
+from torchtitan.distributed.cp.placement import Placement
 from torchtitan.distributed.cp.ring import apply_ring, compiled_ring_scope
 from torchtitan.distributed.cp.ulysses import apply_ulysses_in, apply_ulysses_out
 from torchtitan.distributed.plan import InnerAttention
@@ -123,6 +124,17 @@ def cp_unshard(
     if ulysses_mesh is not None:
         wholes = [_joined(ulysses_mesh, whole, seq_dim) for whole in wholes]
     return [_unshard(mesh, whole, load_balancer, seq_dim) for whole in wholes]
+
+
+def cp_rank_of(token: int, seq_len: int, cp_mesh: DeviceMesh, *, load_balancer: str = "headtail") -> int:
+    """Return the rank within the cp group that `cp_shard` gives a token of a sequence to; without communication."""
+    mesh, ulysses_degree = _split(cp_mesh)[0], _ulysses_degree(cp_mesh)
+    placement = Placement(seq_len, mesh.size(), _is_balanced(load_balancer, mesh))
+    rank, span = next(
+        (rank, span) for rank, span in placement.copies() if span.start <= token < span.start + span.length
+    )
+    local = span.local + token - span.start
+    return rank * ulysses_degree + local // (seq_len // cp_mesh.size())
 
 
 def check_seq_len(seq_len: int, degree: int, load_balancer: str, *, ulysses_degree: int = 1) -> None:

@@ -100,7 +100,7 @@ def _rows(losses: list[float], cuts: list[int]) -> torch.Tensor:
     rows = []
     for part in torch.tensor(losses).tensor_split(cuts):
         units, inexact = _exact_sum(part)
-        rows.append(LossSum(part.sum(dtype=torch.float64), units, inexact).row(len(part)))
+        rows.append(LossSum(part.sum(dtype=torch.float64), units, inexact, part).row(len(part)))
     return torch.stack(rows)
 
 

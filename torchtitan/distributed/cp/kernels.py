@@ -10,6 +10,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from torchtitan.distributed.attention_work import record_pairs
 from torchtitan.tools.device import kernel_dtype
 
 _aten = torch.ops.aten
@@ -31,6 +32,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> tu
 
     k and v [B, K, S, E] are the whole sequence in order; only the prefix is read.
     """
+    record_pairs(q.size(0) * q.size(1), q.size(2), start)
     if q.device.type == "cuda":
         end = start + q.size(2)
         return _forward_cuda(q, k[:, :, :end], v[:, :, :end])

@@ -4,6 +4,7 @@ Letters: B batch, S sequence, D model, V vocabulary, E head dim.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.norm import RMSNorm
 from torchtitan.models.common.rope import rotation
 
-Project = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Project = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 class TransformerBlock(nn.Module):
@@ -36,7 +37,7 @@ class TransformerBlock(nn.Module):
 class OutputHead(Linear):
     """The output projection; called by the loss, so that no full logits need exist."""
 
-    def forward(self, hidden: torch.Tensor, project: Project | None = None) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, project: Project | None = None) -> Any:
         """Return the logits [B, S, V] of hidden [B, S, D], or what `project(hidden, weight)` makes of them."""
         return super().forward(hidden) if project is None else project(hidden, self.weight)
 
