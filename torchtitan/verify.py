@@ -41,11 +41,8 @@ _GIB = 1024**3
 _WORST = 10  # gradients that are listed
 _PATIENCE = timedelta(hours=6)  # of the ranks that wait for the one process
 _LOSS_TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 1e-3}
-_GRADIENT_TOLERANCE = {
-    "float64": 1e-12,
-    "float32": 2e-6,
-    "bfloat16": 1e-1,
-}  # one process sums the embedding's gradient in bfloat16
+# One process sums the embedding's gradient in bfloat16, of many tokens.
+_GRADIENT_TOLERANCE = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 1e-1}
 
 
 def main(argv: Sequence[str] | None = None, trainer_class: type[Trainer] = Trainer) -> int:
