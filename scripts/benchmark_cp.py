@@ -18,8 +18,9 @@ Untimed passes measure the rest, per rank:
           allocator's
   error   largest difference from one process over the largest value: of outputs, and of the gradients of q, k and v
 
-Methods: ring, ring-alltoall, gather, gather-kept (the gathered K and V are kept for the backward), gather-strided
-(--gather-kv-heads at a time), ulysses (over all ranks), and ulysses<u>-METHOD: u ranks of Ulysses, METHOD for the rest.
+Methods: ring, ring-alltoall, gather, gather-whole (all heads at once), gather-strided (--gather-kv-heads at a time),
+gather-kept (the gathered K and V are kept for the backward), ulysses (over all ranks), and ulysses<u>-METHOD: u ranks
+of Ulysses, METHOD for the rest.
 
 Letters: P cp degree, S tokens of the sequence, n = S / P, B batch, H query heads, K key/value heads, E head dim.
 """
@@ -57,7 +58,7 @@ from torchtitan.errors import ConfigError, nearest, option_error
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.tools.device import keep_freed_memory
 
-_METHODS = ("ring", "ring-alltoall", "gather", "gather-kept", "gather-strided")
+_METHODS = ("ring", "ring-alltoall", "gather", "gather-whole", "gather-kept", "gather-strided")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _SINGLE = "one process"
 _PHASES = ("forward", "backward")
@@ -111,7 +112,7 @@ class Method:
             method=self.base.partition("-")[0],
             rotate_method="alltoall" if self.base == "ring-alltoall" else "allgather",
             load_balancer=problem.load_balancer,
-            gather_kv_heads=problem.gather_kv_heads if self.base == "gather-strided" else 0,
+            gather_kv_heads={"gather-strided": problem.gather_kv_heads, "gather-whole": 0}.get(self.base, "auto"),
             keep_gathered=self.base == "gather-kept",
         )
         return module
@@ -203,7 +204,7 @@ def parse_args(argv: list[str]) -> tuple[Problem, list[Method], list[torch.dtype
     parser.add_argument("--batch-size", default="1")
     parser.add_argument("--degree", default="2", help="ranks: processes on a CPU, GPUs on CUDA")
     parser.add_argument("--dtypes", default="float32,bfloat16", help=", ".join(_DTYPES))
-    parser.add_argument("--methods", default="ring,ring-alltoall,gather,gather-kept,gather-strided,ulysses")
+    parser.add_argument("--methods", default="ring,ring-alltoall,gather,gather-whole,gather-kept,ulysses")
     parser.add_argument("--load-balancer", default="headtail", help=", ".join(LOAD_BALANCERS))
     parser.add_argument("--gather-kv-heads", default="1", help="key/value heads that gather-strided gathers at a time")
     parser.add_argument("--rounds", default="3", help="turns of each method")

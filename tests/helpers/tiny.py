@@ -43,7 +43,7 @@ class Case:
     ulysses: int = 1
     rotate_method: str = "allgather"
     load_balancer: str = "headtail"
-    gather_kv_heads: int = 0
+    gather_kv_heads: int | str = "auto"
     keep_gathered: bool = False
     activation_checkpoint: str = "none"
     selective_ac_option: str = "op"

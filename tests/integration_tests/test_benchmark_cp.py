@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 _ROOT = Path(__file__).parents[2]
-_METHODS = ["ring", "ring-alltoall", "gather", "gather-kept", "gather-strided", "ulysses"]
+_METHODS = ["ring", "ring-alltoall", "gather", "gather-whole", "gather-kept", "gather-strided", "ulysses"]
 
 
 def _benchmark(*options: str) -> "subprocess.CompletedProcess[str]":

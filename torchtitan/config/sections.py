@@ -132,9 +132,9 @@ class Parallelism:
     context_parallel_ulysses_degree: int = 1
     """Ranks of each cp group that exchange tokens for heads (Ulysses) around the method, which runs over the others; a
     divisor of context_parallel_degree and of the query heads. 1: off; the whole degree: no other method runs."""
-    context_parallel_gather_kv_heads: int = 0
-    """Key/value heads that method gather moves at a time, while those before are computed: bounds its extra memory;
-    0: all at once."""
+    context_parallel_gather_kv_heads: int | Literal["auto"] = "auto"
+    """Key/value heads that method gather moves at a time, 1 or more, while those before are computed: bounds its extra
+    memory; 0: all at once; auto: as many as 16 MiB hold, at least 1."""
     context_parallel_keep_gathered: bool = False
     """Method gather keeps all keys and values of a layer for its backward, instead of gathering them again."""
     context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"

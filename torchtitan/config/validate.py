@@ -61,7 +61,7 @@ RANGES = {
     "training.num_workers": _COUNT_OR_OFF,
     "training.gc_freq": _COUNT,
     "training.loss_chunk_tokens": Range("it must be 1 or more, 0 (the whole microbatch) or auto", 0),
-    "parallelism.context_parallel_gather_kv_heads": _COUNT_OR_OFF,
+    "parallelism.context_parallel_gather_kv_heads": Range("it must be 1 or more, 0 (all at once) or auto", 0),
     "optimizer.lr": _POSITIVE,
     "optimizer.beta1": _DECAY,
     "optimizer.beta2": _DECAY,
@@ -251,9 +251,9 @@ def _check_ulysses(parallelism: Parallelism, num_heads: int) -> None:
 
 def _check_gather(parallelism: Parallelism, num_kv_heads: int) -> None:
     step = parallelism.context_parallel_gather_kv_heads
-    if step > num_kv_heads:
+    if step != "auto" and step > num_kv_heads:
         fact, rule = f"the model has {num_kv_heads} key/value heads", "it is how many of them travel at a time"
-        remedy = f"use at most {num_kv_heads}, or 0 for all"
+        remedy = f"use at most {num_kv_heads}, 0 for all, or auto"
         raise option_error("parallelism.context_parallel_gather_kv_heads", step, fact, rule, remedy)
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.cp_method import seq_len_factor
 from torchtitan.distributed.cp import torch_private
-from torchtitan.distributed.cp.gather import GatherSettings, apply_gather
+from torchtitan.distributed.cp.gather import AUTO, GatherSettings, apply_gather
 from torchtitan.distributed.cp.placement import Placement
 from torchtitan.distributed.cp.ring import apply_ring, compiled_ring_scope
 from torchtitan.distributed.cp.ulysses import apply_ulysses_in, apply_ulysses_out
@@ -37,7 +37,7 @@ def apply_cp(
     method: str = "ring",
     rotate_method: str = "allgather",
     load_balancer: str = "headtail",
-    gather_kv_heads: int = 0,
+    gather_kv_heads: int | str = "auto",
     keep_gathered: bool = False,
 ) -> None:
     """Make inner attention modules attend over the whole sequence of which each rank holds n tokens, in place.
@@ -45,7 +45,8 @@ def apply_cp(
     Each module takes local q [B, H, n, E], k and v [B, K, n, E] and returns the local output. K and V travel with their
     own number of heads; Ulysses repeats them where they are fewer than its ranks. `seq_len` is S: a module that is fed
     anything but S / P tokens refuses to run. `rotate_method` is the ring's. Of `gather`, `gather_kv_heads` is how many
-    key/value heads travel at a time (0: all), and `keep_gathered` keeps what was gathered for the backward.
+    key/value heads travel at a time (0: all; "auto": as fit 16 MiB), and `keep_gathered` keeps what was gathered for
+    the backward.
 
     Raises:
         TitanError: an unknown value, a length that cannot be cut, or no module at all (attention would then run on
@@ -70,8 +71,9 @@ def apply_cp(
             apply_ring(module, method_mesh, rotate_method=rotate_method, balanced=balanced)
         elif method_mesh.size() > 1:
             group, degree = method_mesh.get_group().group_name, method_mesh.size()
+            per_step = AUTO if isinstance(gather_kv_heads, str) else gather_kv_heads
             balanced = _is_balanced(load_balancer, method_mesh)
-            apply_gather(module, GatherSettings(group, degree, balanced, gather_kv_heads, keep_gathered))
+            apply_gather(module, GatherSettings(group, degree, balanced, per_step, keep_gathered))
         if ulysses_mesh is not None:
             apply_ulysses_out(module, ulysses_mesh)
 

@@ -24,7 +24,7 @@ class SplitOptions:
     cp_method: str = "ring"
     cp_rotate_method: str = "allgather"
     cp_load_balancer: str = "headtail"
-    cp_gather_kv_heads: int = 0
+    cp_gather_kv_heads: int | str = "auto"
     cp_keep_gathered: bool = False
     activation_checkpoint: str = "none"
     selective_ac_option: str = "op"

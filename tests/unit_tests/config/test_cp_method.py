@@ -108,7 +108,7 @@ def test_length_under_ulysses() -> None:
 def test_gather_moves_heads_that_exist() -> None:
     assert refusal(_cp(degree=2, method="gather", gather_kv_heads=3), world_size=2) == (
         "--parallelism.context_parallel_gather_kv_heads=3: the model has 2 key/value heads; it is how many of them "
-        "travel at a time; use at most 2, or 0 for all"
+        "travel at a time; use at most 2, 0 for all, or auto"
     )
 
 

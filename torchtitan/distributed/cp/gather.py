@@ -19,6 +19,9 @@ from torchtitan.distributed.cp import kernels
 from torchtitan.distributed.cp.placement import Placement
 from torchtitan.distributed.cp.torch_private import resolve_group
 
+AUTO = -1  # key/value heads per step: as many as make _AUTO_BYTES once gathered, which caches hold
+_AUTO_BYTES = 16 * 2**20
+
 
 @dataclass(frozen=True)
 class GatherSettings:
@@ -27,7 +30,7 @@ class GatherSettings:
     group: str  # name of the process group
     degree: int
     balanced: bool
-    kv_heads_per_step: int  # key/value heads that travel at a time, while those before are computed; 0: all
+    kv_heads_per_step: int  # key/value heads that travel at a time, while those before are computed; 0: all; or AUTO
     keep_gathered: bool  # keep the gathered keys and values for the backward instead of gathering again
 
     def arguments(self) -> tuple[str, int, bool, int, bool]:
@@ -97,7 +100,7 @@ def gather_attention_backward(
     gathers = (
         _gathered(k, v, ranks, placement, kv_heads_per_step)
         if kept.numel() == 0
-        else ((heads, kept[:, :, heads]) for heads in _steps(k.size(1), kv_heads_per_step))
+        else ((heads, kept[:, :, heads]) for heads in _steps(k, degree, kv_heads_per_step))
     )
     for kv_heads, gathered in gathers:
         heads = _query_heads(q, k, kv_heads)
@@ -128,8 +131,11 @@ def _ranks(group: str, degree: int, balanced: bool, k: torch.Tensor) -> tuple[di
     return resolve_group(group), Placement(k.size(2) * degree, degree, balanced)
 
 
-def _steps(num_kv_heads: int, kv_heads_per_step: int) -> list[slice]:
+def _steps(k: torch.Tensor, degree: int, kv_heads_per_step: int) -> list[slice]:
+    num_kv_heads = k.size(1)
     step = kv_heads_per_step or num_kv_heads
+    if kv_heads_per_step == AUTO:
+        step = max(1, _AUTO_BYTES // (2 * degree * k[:, 0].nbytes))
     return [slice(first, min(first + step, num_kv_heads)) for first in range(0, num_kv_heads, step)]
 
 
@@ -143,7 +149,7 @@ def _gathered(
     k: torch.Tensor, v: torch.Tensor, ranks: dist.ProcessGroup, placement: Placement, kv_heads_per_step: int
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield (heads, keys and values [2, B, heads, S, E] in sequence order), the next heads already under way."""
-    steps = _steps(k.size(1), kv_heads_per_step)
+    steps = _steps(k, placement.degree, kv_heads_per_step)
     pending = _start(k, v, steps[0], ranks)
     for heads, following in zip(steps, [*steps[1:], None], strict=True):
         parts = pending.wait()
