@@ -1,0 +1,97 @@
+"""Report what one rank of a training step would need at its peak, without allocating any of it.
+
+    python scripts/estimate_memory.py [--flavor 8B] [--seq-len 65536] [--degree 8]
+
+One process plays rank 0 of a cp group: the model is split by the trainer's own code over a fake process group, and the
+step runs on fake tensors, whose live bytes torch's memory tracker adds up. Each line is one way to make logits: for
+all local tokens at once, or chunk by chunk. What the gather's opaque operator needs within is added by its formula, and
+the optimizer's state (two fp32 numbers per parameter) is beside it; kernels' workspaces are not known here.
+"""
+
+import argparse
+import sys
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from torchtitan.batch import Batch
+from torchtitan.components.loss import ChunkedCrossEntropy
+from torchtitan.distributed.parallel_dims import build_parallel_dims
+from torchtitan.distributed.parallelize import SplitOptions, parallelize
+from torchtitan.models import get_args, get_spec
+from torchtitan.models.spec import ModelArgs
+from torchtitan.runner import SingleStageRunner
+
+_GIB = 2**30
+_DEBUG_VOCABULARY = 4096  # of a flavour that takes its tokenizer's
+_STEP_BYTES = 16 * 2**20  # that the gather moves at a time by default, but one head at least
+
+
+def main(argv: list[str]) -> int:
+    """Print the table; returns 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flavor", default="8B", help="of Llama 3")
+    parser.add_argument("--seq-len", type=int, default=65536, help="tokens of the whole sequence")
+    parser.add_argument("--degree", type=int, default=8, help="cp ranks")
+    parser.add_argument("--method", default="gather", choices=("gather", "ring"))
+    parser.add_argument("--activation-checkpoint", default="full", choices=("none", "selective", "full"))
+    parser.add_argument("--chunks", default="0,2048,256", help="tokens whose logits exist at one time; 0: all")
+    args = parser.parse_args(argv)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=args.degree)
+    model_args = get_args(get_spec("llama3"), args.flavor)
+    model_args = model_args.with_vocab_size(model_args.vocab_size or _DEBUG_VOCABULARY)
+    print(f"llama3 {args.flavor}, {args.seq_len:,} tokens over {args.degree} ranks, {args.method}, bf16 on fp32, ")
+    print(f"activation checkpointing {args.activation_checkpoint}; GiB per rank at the peak of forward and backward:")
+    print("logits of tokens at once     step  + inside gather  + optimizer's state")
+    inside = gather_bytes(model_args, args.seq_len, args.degree) if args.method == "gather" else 0
+    for chunk in map(int, args.chunks.split(",")):
+        peak, parameters = step_bytes(args, model_args, chunk)
+        name = f"{chunk:,}" if chunk else f"all {args.seq_len // args.degree:,}"
+        print(f"{name:<24}  {peak / _GIB:7.2f}  {inside / _GIB:15.2f}  {parameters * 8 / _GIB:19.2f}", flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+def step_bytes(args: argparse.Namespace, model_args: ModelArgs, chunk_tokens: int) -> tuple[int, int]:
+    """Return the peak of a step in bytes, parameters and gradients included, and the parameters of one rank."""
+    spec, device = get_spec("llama3"), torch.device("cpu")
+    dims = build_parallel_dims(device, dp_shard=1, cp=args.degree)
+    options = SplitOptions(
+        seq_len=args.seq_len,
+        cp_method=args.method,
+        activation_checkpoint=args.activation_checkpoint,
+        param_dtype=torch.bfloat16,
+    )
+    with torch.device("meta"):
+        model = spec.build(model_args, "sdpa")
+    parallelize(model, spec.plan(model_args), dims, options)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device=device)
+        local = args.seq_len // args.degree
+        tokens = torch.zeros(1, local, dtype=torch.long)
+        batch = Batch(tokens, tokens.clone(), torch.zeros(1, local, dtype=torch.int32))
+        tracker = MemTracker()
+        tracker.track_external(model)
+        with tracker:
+            SingleStageRunner(model, ChunkedCrossEntropy(chunk_tokens)).forward_backward(batch, local)
+    (peaks,) = [peaks for place, peaks in tracker.get_tracker_snapshot("peak").items() if place.type == "cpu"]
+    parameters = sum(parameter.to_local().numel() for parameter in model.parameters())
+    return int(peaks["Total"]), parameters
+
+
+def gather_bytes(model_args: ModelArgs, seq_len: int, degree: int) -> int:
+    """Return the most that the gather holds inside its operator, in the backward, for the heads of one step.
+
+    The parts as they arrive and in order (bf16), the next heads' parts on their way, and the gradients of keys and
+    values (fp32) in order, by rank, and as received.
+    """
+    head = 2 * seq_len * model_args.width_per_head
+    heads = min(model_args.num_kv_heads, max(1, _STEP_BYTES // (head * 2)))
+    return heads * head * (3 * 2 + 3 * 4)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
