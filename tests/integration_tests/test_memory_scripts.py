@@ -12,7 +12,11 @@ _SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 def _run(name: str, *options: str) -> str:
     command = [sys.executable, str(_SCRIPTS / name), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    result = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=120
+    )
+    assert result.returncode == 0, result.stdout
+    return result.stdout
 
 
 def test_chunked_logits_spare_at_least_the_logits() -> None:
