@@ -4,8 +4,9 @@
 
 One process plays rank 0 of a cp group: the model is split by the trainer's own code over a fake process group, and the
 step runs on fake tensors, whose live bytes torch's memory tracker adds up. Each line is one way to make logits: for
-all local tokens at once, or chunk by chunk. What the gather's opaque operator needs within is added by its formula, and
-the optimizer's state (two fp32 numbers per parameter) is beside it; kernels' workspaces are not known here.
+all local tokens at once, or chunk by chunk. Beside stand what the gather's opaque operator needs within, by its formula
+(at another moment than the loss, so it is no addend where that is the peak), and the optimizer's state (two fp32
+numbers per parameter); kernels' workspaces are not known here. A CPU without bf16 kernels needs more than is told.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from torchtitan.batch import Batch
 from torchtitan.components.loss import ChunkedCrossEntropy
+from torchtitan.distributed.cp.gather import AUTO_BYTES
 from torchtitan.distributed.parallel_dims import build_parallel_dims
 from torchtitan.distributed.parallelize import SplitOptions, parallelize
 from torchtitan.models import get_args, get_spec
@@ -27,7 +29,6 @@ from torchtitan.runner import SingleStageRunner
 
 _GIB = 2**30
 _DEBUG_VOCABULARY = 4096  # of a flavour that takes its tokenizer's
-_STEP_BYTES = 16 * 2**20  # that the gather moves at a time by default, but one head at least
 
 
 def main(argv: list[str]) -> int:
@@ -45,7 +46,7 @@ def main(argv: list[str]) -> int:
     model_args = model_args.with_vocab_size(model_args.vocab_size or _DEBUG_VOCABULARY)
     print(f"llama3 {args.flavor}, {args.seq_len:,} tokens over {args.degree} ranks, {args.method}, bf16 on fp32, ")
     print(f"activation checkpointing {args.activation_checkpoint}; GiB per rank at the peak of forward and backward:")
-    print("logits of tokens at once     step  + inside gather  + optimizer's state")
+    print("logits of tokens at once     step    inside gather  + optimizer's state")
     inside = gather_bytes(model_args, args.seq_len, args.degree) if args.method == "gather" else 0
     for chunk in map(int, args.chunks.split(",")):
         peak, parameters = step_bytes(args, model_args, chunk)
@@ -85,12 +86,15 @@ def step_bytes(args: argparse.Namespace, model_args: ModelArgs, chunk_tokens: in
 def gather_bytes(model_args: ModelArgs, seq_len: int, degree: int) -> int:
     """Return the most that the gather holds inside its operator, in the backward, for the heads of one step.
 
-    The parts as they arrive and in order (bf16), the next heads' parts on their way, and the gradients of keys and
-    values (fp32) in order, by rank, and as received.
+    The parts as they arrive and in order (bf16), the next heads' parts on their way, the gradients of keys and values
+    (fp32) in order, by rank, and as received, and copies of the local queries, outputs and their gradients (bf16).
     """
+    if degree == 1:
+        return 0
     head = 2 * seq_len * model_args.width_per_head
-    heads = min(model_args.num_kv_heads, max(1, _STEP_BYTES // (head * 2)))
-    return heads * head * (3 * 2 + 3 * 4)
+    heads = min(model_args.num_kv_heads, max(1, AUTO_BYTES // (head * 2)))
+    local = seq_len // degree * model_args.num_heads * model_args.width_per_head
+    return heads * head * (3 * 2 + 3 * 4) + 3 * local * 2
 
 
 if __name__ == "__main__":

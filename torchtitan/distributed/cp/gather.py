@@ -19,8 +19,8 @@ from torchtitan.distributed.cp import kernels
 from torchtitan.distributed.cp.placement import Placement
 from torchtitan.distributed.cp.torch_private import resolve_group
 
-AUTO = -1  # key/value heads per step: as many as make _AUTO_BYTES once gathered, which caches hold
-_AUTO_BYTES = 16 * 2**20
+AUTO = -1  # key/value heads per step: as many as make AUTO_BYTES once gathered, which caches hold
+AUTO_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _steps(k: torch.Tensor, degree: int, kv_heads_per_step: int) -> list[slice]:
     num_kv_heads = k.size(1)
     step = kv_heads_per_step or num_kv_heads
     if kv_heads_per_step == AUTO:
-        step = max(1, _AUTO_BYTES // (2 * degree * k[:, 0].nbytes))
+        step = max(1, AUTO_BYTES // (2 * degree * k[:, 0].nbytes))
     return [slice(first, min(first + step, num_kv_heads)) for first in range(0, num_kv_heads, step)]
 
 
