@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.bits import why_bits_may_differ
 from tests.helpers.job import options, write_documents
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import T0
@@ -74,8 +75,8 @@ def test_every_method_is_proven(tmp_path: Path, world_size: int) -> None:
         assert shown.splitlines()[-1] == "PASSED", (argv, shown)
         assert all(rank[index] == (0, "") for rank in ranks[1:])
         assert "1.000 1.000" in shown or "load_balancer=none" in " ".join(argv)
-    exact = ranks[0][1][1]
-    assert "  token losses   bitwise equal" in exact
+    if not run_ranks(1, why_bits_may_differ)[0]:
+        assert "  token losses   bitwise equal" in ranks[0][1][1]
 
 
 class _LocalPositions(Trainer):

@@ -34,4 +34,5 @@ def test_a_long_sequence_has_the_same_loss_on_one_rank_and_two(monkeypatch: pyte
         shown = _run("long_context.py", f"--ranks={ranks}", "--training.seq_len=4096")
         assert float(re.findall(r"together: ([0-9.]+) GiB", shown)[0]) > 0.1
         losses.append(re.findall(r"loss: +([0-9.]+)", shown))
-    assert losses[0] == losses[1] and len(losses[0]) == 1
+    (one,), (two,) = losses
+    assert float(one) == pytest.approx(float(two), abs=2e-3)  # bf16; equal where kernels keep bits
