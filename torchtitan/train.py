@@ -82,9 +82,7 @@ def _run(argv: Sequence[str], action: Callable[[Job], int], stop: StopSignal) ->
             print(to_toml(config), end="")
             return 0
     init_logging(color=not config.metrics.disable_color_printing)
-    for note in notes if speaks() else ():
-        logger.warning("%s", note)
-    job = _join(config, stop)
+    job = _join(config, notes, stop)
     code = action(job)
     leave_process_group()
     return code
@@ -108,7 +106,8 @@ def train(job: Job, trainer_class: type[Trainer]) -> int:
     return 0
 
 
-def _join(config: JobConfig, stop: StopSignal) -> Job:
+def _join(config: JobConfig, notes: Sequence[str], stop: StopSignal) -> Job:
+    """Validate, so that a refusal is all that is shown; then note what has no effect, and join the job. Collective."""
     device = resolve_device()
     if device.type == "cpu":
         keep_freed_memory()
@@ -121,6 +120,8 @@ def _join(config: JobConfig, stop: StopSignal) -> Job:
         device_type=device.type,
         model=args,
     )
+    for note in notes if speaks() else ():
+        logger.warning("%s", note)
     set_determinism(config.debug.seed, config.debug.deterministic)
     init_process_group(device, config.comm.init_timeout_seconds)
     return Job(config, args, tokenizer, device, stop)

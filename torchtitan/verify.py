@@ -41,8 +41,9 @@ _GIB = 1024**3
 _WORST = 10  # gradients that are listed
 _PATIENCE = timedelta(hours=6)  # of the ranks that wait for the one process
 _LOSS_TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 1e-3}
-# One process sums the embedding's gradient in bfloat16, of many tokens.
-_GRADIENT_TOLERANCE = {"float64": 1e-12, "float32": 2e-6, "bfloat16": 1e-1}
+# Twice what either side was seen to be off fp64 in fp32 (1.8e-6, at 2 tokens); in bf16 some ten roundings.
+_GRADIENT_TOLERANCE = {"float64": 1e-12, "float32": 4e-6, "bfloat16": 5e-2}
+_SMALLEST_SCALE = 1e-4  # of the largest gradient: one that is 0 but for rounding has no scale of its own
 
 
 def main(argv: Sequence[str] | None = None, trainer_class: type[Trainer] = Trainer) -> int:
@@ -103,7 +104,7 @@ def verify(job: Job, trainer_class: type[Trainer]) -> int:
 def estimate_gib(config: JobConfig, args: ModelArgs) -> float:
     """Return roughly what the model in one process needs: weights, a copy in the compute dtype, gradients, activations.
 
-    About 20 numbers of the width of the model per token and layer, and 2 of the feed-forward's; logits in chunks.
+    About 26 numbers of the width of the model per token and layer, the feed-forward's among them; logits in chunks.
     """
     with torch.device("meta"):
         model = get_spec(config.model.name).build(args, config.model.attn_type)
@@ -128,7 +129,9 @@ def _check_memory(config: JobConfig, args: ModelArgs) -> None:
         for name, smaller in flavors.items()
     }
     fitting = [name for name, size in sorted(estimates.items(), key=lambda item: -item[1]) if size <= limit]
-    remedy = f"--model.flavor={fitting[0]} needs about {estimates[fitting[0]]:.1f} GiB" if fitting else "shorten it"
+    remedy = "use a shorter --training.seq_len"
+    if fitting:
+        remedy = f"--model.flavor={fitting[0]} needs about {estimates[fitting[0]]:.1f} GiB"
     fact = f"{config.model.flavor} in one process needs about {needed:.1f} GiB at seq_len {config.training.seq_len}"
     rule = "verify compares with one process, and refuses what would not fit there"
     raise option_error("verify.memory_limit_gib", limit, fact, rule, f"raise it, or {remedy}")
@@ -273,7 +276,8 @@ def _report_tokens(split: Outcome, single: Outcome, trainer: Trainer, allowed: T
 
 
 def _report_gradients(split: Outcome, single: Outcome, allowed: Tolerances) -> list[str]:
-    errors = {name: _error(split.gradients[name], gradient) for name, gradient in single.gradients.items()}
+    least = _SMALLEST_SCALE * max(float(gradient.abs().max()) for gradient in single.gradients.values())
+    errors = {name: _error(split.gradients[name], gradient, least) for name, gradient in single.gradients.items()}
     worst = sorted(errors.items(), key=lambda item: -item[1] if item[1] == item[1] else float("-inf"))[:_WORST]
     print(f"  gradients      of {len(errors)} parameters, the worst (allowed {allowed.gradient:.0e}):")
     for name, error in worst:
@@ -371,10 +375,10 @@ def _broadcast(text: str, waiting: dist.ProcessGroup) -> str:
     return box[0]
 
 
-def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return max|a - b| / max|b|."""
+def _error(actual: torch.Tensor, expected: torch.Tensor, least: float) -> float:
+    """Return max|a - b| / max|b|, with `least` for a smaller denominator."""
     actual, expected = actual.double(), expected.double()
-    return float((actual - expected).abs().max()) / (float(expected.abs().max()) or 1.0)
+    return float((actual - expected).abs().max()) / (max(float(expected.abs().max()), least) or 1.0)
 
 
 def _peak(device: torch.device) -> int:

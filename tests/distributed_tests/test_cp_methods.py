@@ -17,10 +17,12 @@ from tests.helpers.tiny import split_step as run_step
 from torchtitan.batch import IGNORED_LABEL
 from torchtitan.components.loss import ChunkedCrossEntropy, mean_loss
 from torchtitan.distributed.collectives import all_gather_rows, count_traffic
-from torchtitan.distributed.context_parallel import cp_unshard
+from torchtitan.distributed.context_parallel import apply_cp, cp_rank_of, cp_unshard
 from torchtitan.distributed.cp import kernels
 from torchtitan.distributed.cp.gather import gather_attention
 from torchtitan.distributed.cp.placement import Placement
+from torchtitan.errors import TitanError
+from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.runner import SingleStageRunner
 
 _FP32, _FP64, _BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -267,6 +269,43 @@ def test_ring_recomputes_like_the_others() -> None:
         (_, gradients), *others = rank
         for _, other in others:
             assert all(torch.equal(other[name], gradient) for name, gradient in gradients.items())
+
+
+class _Scaled(ScaledDotProductAttention):
+    """Attention of another scale, which gather does not compute."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5, enable_gqa=True)
+
+
+def _refusals() -> list[str]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    hooked = ScaledDotProductAttention()
+    apply_cp([hooked], mesh, seq_len=8, method="gather")
+    q, k, v = (torch.zeros(1, 2, 4, 8) for _ in range(3))
+    calls = [
+        lambda: apply_cp([_Scaled()], mesh, seq_len=8, method="gather"),
+        lambda: apply_cp([hooked], mesh, seq_len=8, method="gather"),
+        lambda: apply_cp([ScaledDotProductAttention()], mesh, seq_len=8, method="gather", gather_kv_heads="foo"),
+        lambda: apply_cp([ScaledDotProductAttention()], mesh, seq_len=8, method="gather", gather_kv_heads=-1),
+        lambda: hooked(q, k=k, v=v),
+        lambda: cp_rank_of(8, 8, mesh),
+        lambda: cp_rank_of(0, 6, mesh),
+    ]
+    messages = []
+    for call in calls:
+        with pytest.raises(TitanError) as caught:
+            call()
+        messages.append(str(caught.value))
+    apply_cp([_Scaled()], mesh, seq_len=8)  # the ring calls the module's own forward
+    return messages
+
+
+def test_what_a_method_cannot_do_right_is_refused() -> None:
+    """Breaks when gather takes the place of a forward that is not what it computes: wrong by half, without an error."""
+    for messages in run_ranks(2, _refusals):
+        expected = ["_Scaled.forward", "mark it", "'foo'", "-1", "by position", "token 8", "multiple of 4"]
+        assert all(part in message for part, message in zip(expected, messages, strict=True)), messages
 
 
 def _faked() -> list[tuple[torch.Size, torch.dtype]]:

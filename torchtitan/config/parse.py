@@ -25,9 +25,11 @@ from torchtitan.errors import ConfigError, nearest, option_error
 
 _FLAGS = frozenset(option for option, kind in OPTIONS.items() if kind is bool)
 _CONFIG_FILE = "job.config_file"
-_HELP = """Train a language model. Options come from the TOML file given by --job.config_file=FILE and from the command
-line, which wins. Write --training.steps=10 or --training.steps 10; underscores and hyphens are alike; an option that
-is True or False is also given bare (--debug.deterministic) or with no_ (--debug.no_deterministic)."""
+_HELP = """Train a language model, or prove a layout with the same options (python -m torchtitan.verify: one step under
+the layout against one process; exit code 0 proven, 1 not). Options come from the TOML file given by
+--job.config_file=FILE and from the command line, which wins. Write --training.steps=10 or --training.steps 10;
+underscores and hyphens are alike; an option that is True or False is also given bare (--debug.deterministic) or with
+no_ (--debug.no_deterministic)."""
 
 
 @dataclass

@@ -159,8 +159,8 @@ class Compile:
 
     enable: bool = False
     """Compile each layer, once for all."""
-    backend: str = "inductor"
-    """A backend of torch.compile; inductor needs a C++ compiler on a CPU, eager and aot_eager need nothing."""
+    backend: Literal["inductor", "aot_eager"] = "inductor"
+    """inductor: fused kernels, made by a C++ compiler on a CPU; aot_eager: torch's own, traced only, for debugging."""
 
 
 @dataclass(frozen=True)
@@ -233,8 +233,9 @@ class Verify:
     """Largest difference of the loss, relative; 0 or more. None: by the precision (float64 1e-12, float32 1e-6,
     bfloat16 1e-3)."""
     gradient_tolerance: float | None = None
-    """Largest difference of a parameter's gradient, relative to its largest element; 0 or more. None: by the precision
-    (float64 1e-12, float32 2e-6, bfloat16 1e-1)."""
+    """Largest difference of a parameter's gradient, relative to its largest element (at least 1e-4 of the largest of
+    all parameters, where one is nearly 0); 0 or more. None: by the precision
+    (float64 1e-12, float32 4e-6, bfloat16 5e-2)."""
     memory_limit_gib: float = 16.0
     """GiB that the model in one process may be estimated to need; a larger one is refused. Above 0."""
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from torchtitan.config.cp_method import CPChoice, resolve_cp_method, seq_len_factor
 from torchtitan.config.job import JobConfig, value_of
 from torchtitan.config.sections import ActivationCheckpoint, Checkpoint, Compile, Parallelism, Training
-from torchtitan.errors import ConfigError, nearest, option_error
+from torchtitan.errors import ConfigError, option_error
 
 
 @dataclass(frozen=True)
@@ -267,12 +267,6 @@ def _check_selective(section: ActivationCheckpoint) -> None:
 def _check_compile(section: Compile, device_type: str) -> None:
     if not section.enable:
         return
-    import torch._dynamo  # seconds to load, so only where it is used
-
-    known = torch._dynamo.list_backends(exclude_tags=())
-    if section.backend not in known:
-        fact, rule = f"torch has no such backend{nearest(section.backend, known)}", f"it is one of {', '.join(known)}"
-        raise option_error("compile.backend", section.backend, fact, rule, "use inductor")
     compilers = (os.environ.get("CXX", "g++"), "clang++")
     if section.backend == "inductor" and device_type == "cpu" and not any(map(shutil.which, compilers)):
         fact, rule = "there is no C++ compiler on this machine", "inductor compiles C++ code for a CPU"

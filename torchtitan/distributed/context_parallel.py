@@ -55,6 +55,8 @@ def apply_cp(
     _check_choice("method", method, METHODS)
     _check_choice("rotate_method", rotate_method, ROTATE_METHODS)
     _check_choice("load_balancer", load_balancer, LOAD_BALANCERS)
+    if gather_kv_heads != "auto" and (not isinstance(gather_kv_heads, int) or gather_kv_heads < 0):
+        raise TitanError(f"unknown gather_kv_heads {gather_kv_heads!r}; it is a number of heads, 0 for all, or 'auto'")
     method_mesh, ulysses_mesh = _split(cp_mesh)
     check_seq_len(seq_len, cp_mesh.size(), load_balancer, ulysses_degree=_ulysses_degree(cp_mesh))
     modules = list(attention_modules)
@@ -71,7 +73,7 @@ def apply_cp(
             apply_ring(module, method_mesh, rotate_method=rotate_method, balanced=balanced)
         elif method_mesh.size() > 1:
             group, degree = method_mesh.get_group().group_name, method_mesh.size()
-            per_step = AUTO if isinstance(gather_kv_heads, str) else gather_kv_heads
+            per_step = gather_kv_heads if isinstance(gather_kv_heads, int) else AUTO
             balanced = _is_balanced(load_balancer, method_mesh)
             apply_gather(module, GatherSettings(group, degree, balanced, per_step, keep_gathered))
         if ulysses_mesh is not None:
@@ -131,6 +133,9 @@ def cp_unshard(
 def cp_rank_of(token: int, seq_len: int, cp_mesh: DeviceMesh, *, load_balancer: str = "headtail") -> int:
     """Return the rank within the cp group that `cp_shard` gives a token of a sequence to; without communication."""
     mesh, ulysses_degree = _split(cp_mesh)[0], _ulysses_degree(cp_mesh)
+    check_seq_len(seq_len, cp_mesh.size(), load_balancer, ulysses_degree=ulysses_degree)
+    if not 0 <= token < seq_len:
+        raise TitanError(f"token {token} is not in a sequence of {seq_len}")
     placement = Placement(seq_len, mesh.size(), _is_balanced(load_balancer, mesh))
     rank, span = next(
         (rank, span) for rank, span in placement.copies() if span.start <= token < span.start + span.length
@@ -160,6 +165,8 @@ class _LengthGuard:
         self.degree = degree
 
     def __call__(self, module: nn.Module, qkv: tuple[torch.Tensor, ...]) -> None:
+        if len(qkv) != 3:
+            raise TitanError(f"attention under context parallelism takes q, k, v by position; it got {len(qkv)} so")
         for name, tensor in zip(("query", "key", "value"), qkv, strict=True):
             if tensor.size(2) != self.local_seq_len:
                 raise TitanError(

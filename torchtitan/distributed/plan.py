@@ -1,7 +1,9 @@
 """What a model publishes about how it may be split: data, applied by `parallelize`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -12,6 +14,20 @@ class InnerAttention(nn.Module):
     # Whether forward picks the dtype of its kernel. Under context parallelism the method picks it, block by block, so
     # that K and V travel in their own dtype.
     chooses_kernel_dtype = True
+
+
+def plain_causal(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark an inner attention's forward: softmax(q k^T / sqrt(E)) v under the causal mask and nothing else.
+
+    A method may then compute that in its place. One that overrides a marked forward is not marked.
+    """
+    forward.is_plain_causal = True  # type: ignore[attr-defined]
+    return forward
+
+
+def is_plain_causal(module: nn.Module) -> bool:
+    """Return whether the forward that the module has now is marked so."""
+    return getattr(module.forward, "is_plain_causal", False)
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,7 @@ def test_a_file_with_a_wrong_value(tmp_path: Path, line: str, message: str) -> N
             "--parallelism.context_parallel_rotate_method=alltoal",
             "--parallelism.context_parallel_rotate_method=alltoal: it must be one of allgather, alltoall",
         ),
+        ("--compile.backend=eager", "it must be one of inductor, aot_eager"),
         ("--parallelism.context_parallel_method=flex", "it must be one of ring, gather, auto"),
         ("--parallelism.context_parallel_load_balancer=zigzag", "it must be one of headtail, none"),
         ("--training.lr=1", "--training.lr=1: unknown option; did you mean optimizer.lr?"),

@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import library, nn
 
 from torchtitan.distributed.collectives import PendingGather, reduce_scatter, start_all_gather
 from torchtitan.distributed.cp import kernels
 from torchtitan.distributed.cp.placement import Placement
 from torchtitan.distributed.cp.torch_private import resolve_group
+from torchtitan.distributed.plan import is_plain_causal
+from torchtitan.errors import TitanError
 
 AUTO = -1  # key/value heads per step: as many as make AUTO_BYTES once gathered, which caches hold
 AUTO_BYTES = 16 * 2**20
@@ -39,7 +41,17 @@ class GatherSettings:
 
 
 def apply_gather(module: nn.Module, settings: GatherSettings) -> None:
-    """Make an inner attention module gather keys and values, in place; it takes and returns local [B, H, n, E]."""
+    """Make an inner attention module gather keys and values, in place; it takes and returns local [B, H, n, E].
+
+    Raises:
+        TitanError: the module's forward does not say that it is plain causal attention, which is all that gather does.
+    """
+    if not is_plain_causal(module):
+        raise TitanError(
+            f"method gather computes attention in place of {type(module).__name__}.forward, which is not marked as "
+            "plain causal attention (default scale, nothing else done to q, k, v or the output): mark it by "
+            "torchtitan.distributed.plan.plain_causal if it is, or use method ring"
+        )
 
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return gather_attention(q, k, v, *settings.arguments())[0]
@@ -47,7 +59,7 @@ def apply_gather(module: nn.Module, settings: GatherSettings) -> None:
     module.forward = forward
 
 
-@torch.library.custom_op("torchtitan::gather_attention", mutates_args=())
+@library.custom_op("torchtitan::gather_attention", mutates_args=())
 def gather_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -78,7 +90,7 @@ def gather_attention(
     return out, lse, kept
 
 
-@torch.library.custom_op("torchtitan::gather_attention_backward", mutates_args=())
+@library.custom_op("torchtitan::gather_attention_backward", mutates_args=())
 def gather_attention_backward(
     grad: torch.Tensor,
     q: torch.Tensor,
@@ -181,15 +193,9 @@ def _by_rank(whole: torch.Tensor, placement: Placement) -> torch.Tensor:
 
 @gather_attention.register_fake
 def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    group: str,
-    degree: int,
-    balanced: bool,
-    kv_heads_per_step: int,
-    keep_gathered: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    _, degree, *_, keep_gathered = settings
     lse = torch.empty(q.shape[:3], dtype=_wide(q), device=q.device)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse, _kept(k, degree, keep_gathered)
 

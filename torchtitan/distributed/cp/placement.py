@@ -33,7 +33,3 @@ class Placement:
     def copies(self) -> list[tuple[int, Span]]:
         """Return (rank, span) for all ranks."""
         return [(rank, span) for rank in range(self.degree) for span in self.spans(rank)]
-
-    def causal_pairs(self, rank: int) -> int:
-        """Return how many (query, key) pairs of causal attention are this rank's work."""
-        return sum(span.length * span.start + span.length * (span.length + 1) // 2 for span in self.spans(rank))

@@ -6,7 +6,7 @@ Letters: U ranks that exchange, B batch, H query heads, K key/value heads, n loc
 from typing import Any
 
 import torch
-from torch import nn
+from torch import library, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.config.cp_method import exchanged_kv_heads
@@ -53,7 +53,7 @@ def tokens_for_heads(out: torch.Tensor, *, group: str, degree: int) -> torch.Ten
     return exchange(parts, group).movedim(0, 1).flatten(1, 2)
 
 
-@torch.library.custom_op("torchtitan::exchange", mutates_args=())
+@library.custom_op("torchtitan::exchange", mutates_args=())
 def exchange(parts: torch.Tensor, group: str) -> torch.Tensor:
     """Send part i to rank i of the group, and return what came from each: [U, *shape] both."""
     return all_to_all(parts, resolve_group(group))

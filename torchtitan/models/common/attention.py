@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torchtitan.distributed.plan import InnerAttention
+from torchtitan.distributed.plan import InnerAttention, plain_causal
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.rope import rotate
 from torchtitan.tools.device import kernel_dtype
@@ -17,6 +17,7 @@ _CUDA_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBack
 class ScaledDotProductAttention(InnerAttention):
     """Causal attention of one device; the module that context parallelism hooks."""
 
+    @plain_causal
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Return softmax(q k^T / sqrt(E)) v under the causal mask: [B, H, S, E], 2 x [B, K, S, E] -> [B, H, S, E]."""
         if q.device.type == "cuda":

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from torchtitan.models.common.attention import Attention
+from torchtitan.models.common.embedding import Embedding
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.norm import RMSNorm
@@ -55,7 +56,7 @@ class Decoder(nn.Module):
         tie_embeddings: bool,
     ) -> None:
         super().__init__()
-        self.tok_embeddings = nn.Embedding(vocab_size, dim)
+        self.tok_embeddings = Embedding(vocab_size, dim)
         self.layers = nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
         self.norm = RMSNorm(dim, eps=norm_eps)
         self.output = OutputHead(dim, vocab_size)
