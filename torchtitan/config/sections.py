@@ -233,7 +233,7 @@ class Verify:
     """Largest difference of the loss, relative; 0 or more. None: by the precision (float64 1e-12, float32 1e-6,
     bfloat16 1e-3)."""
     gradient_tolerance: float | None = None
-    """Largest difference of a parameter's gradient, relative to its largest element (at least 1e-4 of the largest of
+    """Largest difference of a parameter's gradient, relative to its largest element (at least 1e-3 of the largest of
     all parameters, where one is nearly 0); 0 or more. None: by the precision
     (float64 1e-12, float32 4e-6, bfloat16 5e-2)."""
     memory_limit_gib: float = 16.0
