@@ -1,4 +1,4 @@
-"""Data of the Hugging Face hub, streamed: split by document over the dp ranks, tokenised and packed on the fly."""
+"""Data of the Hugging Face hub, streamed: split by document over the dp ranks, tokenised and joined on the fly."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -9,7 +9,9 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.data.loader import Microbatch, build_stateful_loader, shift
+from torchtitan.data.loader import build_stateful_loader
+from torchtitan.data.microbatch import Collation, Microbatch
+from torchtitan.data.text import cut_window
 from torchtitan.errors import ConfigError, DataError, option_error
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class StreamLoader:
         text_field: str,
         tokenizer: Tokenizer,
         seq_len: int,
+        collation: Collation,
         local_batch_size: int,
         dp_rank: int,
         dp_degree: int,
@@ -42,7 +45,9 @@ class StreamLoader:
     ) -> None:
         open_pass = _split(open_stream, name, dp_rank, dp_degree)
         _check_workers(num_workers, open_pass().num_shards, name, dp_rank)
-        self._microbatches = _StreamedMicrobatches(open_pass, name, text_field, tokenizer, seq_len, local_batch_size)
+        self._microbatches = _StreamedMicrobatches(
+            open_pass, name, text_field, tokenizer, seq_len, collation, local_batch_size
+        )
         self._loader = build_stateful_loader(self._microbatches, num_workers, sampler=None)
         self._layout = {"dp_degree": dp_degree, "num_workers": num_workers}
         self._tokenizer = tokenizer.fingerprint
@@ -71,7 +76,7 @@ class StreamLoader:
 
 
 class _StreamedMicrobatches(IterableDataset[Microbatch | DataError]):
-    """Packs documents, each BOS + text + EOS, into windows that advance by S; passes over the stream without end."""
+    """Joins documents, each BOS + text + EOS, and cuts windows of S from them; passes over the stream without end."""
 
     def __init__(
         self,
@@ -80,6 +85,7 @@ class _StreamedMicrobatches(IterableDataset[Microbatch | DataError]):
         text_field: str,
         tokenizer: Tokenizer,
         seq_len: int,
+        collation: Collation,
         local_batch_size: int,
     ) -> None:
         self._open_pass = open_pass
@@ -87,9 +93,11 @@ class _StreamedMicrobatches(IterableDataset[Microbatch | DataError]):
         self._name = name
         self._text_field = text_field
         self._tokenizer = tokenizer
+        self._collation = collation
         self._shape = (local_batch_size, seq_len)
         self._num_documents = 0  # read since the start of this process
         self._rest: list[int] = []  # tokens that are in no window yet, but for the first
+        self._rest_offsets: list[int] = []  # the place of each in its document
 
     def __iter__(self) -> Iterator[Microbatch | DataError]:
         idle_passes = 0  # one is right where a state is loaded that was saved behind a pass's last document
@@ -108,25 +116,37 @@ class _StreamedMicrobatches(IterableDataset[Microbatch | DataError]):
     def state_dict(self) -> dict[str, Any]:
         """Return the position behind the last microbatch."""
         # A copy: torchdata sends a worker's state later, and only what differs from the state before.
-        return {"stream": self._stream.state_dict(), "rest": list(self._rest)}
+        state = {"stream": self._stream.state_dict(), "rest": list(self._rest)}
+        # Behind a microbatch the rest is of one document, so where its first token lies says all.
+        return state | {"rest_offset": self._rest_offsets[0] if self._rest else 0}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the position."""
         self._rest = list(state_dict["rest"])
+        first = state_dict.get("rest_offset", 0)  # absent where positions never counted from a document's beginning
+        self._rest_offsets = list(range(first, first + len(self._rest)))
         self._stream = self._open_pass()
         self._stream.load_state_dict(state_dict["stream"])
 
     def _one_pass(self) -> Iterator[Microbatch]:
         batch_size, seq_len = self._shape
-        num_labels = batch_size * seq_len
         for text in self._texts():
             self._num_documents += 1
-            self._rest += [self._tokenizer.bos_id, *self._tokenizer.encode(text), self._tokenizer.eos_id]
-            while len(self._rest) > num_labels:
-                tokens = np.asarray(self._rest[: num_labels + 1], np.int64)
-                del self._rest[:num_labels]
-                windows = np.lib.stride_tricks.sliding_window_view(tokens, seq_len + 1)[::seq_len]  # [B, S + 1]
-                yield shift(windows.copy())
+            ids = [self._tokenizer.bos_id, *self._tokenizer.encode(text), self._tokenizer.eos_id]
+            self._collation.check_document(f"a document of {self._name}", len(ids), len(ids) - 1)
+            self._rest += ids
+            self._rest_offsets += range(len(ids))
+            while len(self._rest) > batch_size * seq_len:
+                yield self._take_microbatch()
+
+    def _take_microbatch(self) -> Microbatch:
+        batch_size, seq_len = self._shape
+        num_labels = batch_size * seq_len
+        tokens = np.asarray(self._rest[: num_labels + 1], np.int64)
+        offsets = np.asarray(self._rest_offsets[: num_labels + 1], np.int64)
+        del self._rest[:num_labels], self._rest_offsets[:num_labels]
+        rows = [slice(start, start + seq_len + 1) for start in range(0, num_labels, seq_len)]
+        return self._collation.collate([cut_window(tokens[row], offsets[row]) for row in rows])
 
     def _texts(self) -> Iterator[str]:
         """Yield the texts of one pass, failures of the network and of the format as DataErrors."""
