@@ -201,9 +201,9 @@ def test_a_checkpoint_of_before_there_were_packings_is_a_streams(options: dict[s
 def test_an_epoch_by_best_fit(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     """134 labels: 6 full rows of 16, and of what 31, 8, 51, 2 and 42 leave, 15, 10 + 3 + 2, and 8."""
     with caplog.at_level("INFO"):
-        loader = build_dataloader(**{**options, "packing": "best_fit"})
+        loader = build_dataloader(**{**options, "packing": "best_fit", "global_batch_size": 2})
     assert "Data: packing by best fit: 9 windows an epoch, 6.94 % of their tokens are padding" in caplog.text
-    assert "5 documents, 139 tokens; an epoch is 1.1 steps of 8 windows of 16 tokens" in caplog.text
+    assert "5 documents, 139 tokens; an epoch is 4.5 steps of 2 windows of 16 tokens" in caplog.text
     labels = torch.stack([torch.tensor(row["labels"]) for row in rows(take(loader, 9))])  # 18 rows, two epochs
     for epoch in (labels[:9], labels[9:]):
         assert [int((epoch == ord(row[0])).sum()) for row in ROWS] == [len(row) for row in ROWS]
