@@ -50,8 +50,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchtitan.attention.work import count_attention_work
 from torchtitan.config.cp_method import AttentionShape, sent_bytes, seq_len_factor
-from torchtitan.distributed.attention_work import count_attention_work
 from torchtitan.distributed.collectives import count_traffic
 from torchtitan.distributed.context_parallel import LOAD_BALANCERS, apply_cp, cp_shard
 from torchtitan.errors import ConfigError, nearest, option_error

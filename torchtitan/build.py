@@ -12,11 +12,12 @@ from torchtitan.components.lr_scheduler import build_lr_scheduler
 from torchtitan.components.metrics import MetricsLogger
 from torchtitan.components.optimizer import build_optimizer
 from torchtitan.components.tokenizer import Tokenizer
-from torchtitan.config.cp_method import CPChoice, resolve_cp_method
+from torchtitan.config.cp_method import CPChoice, resolve_cp_method, resolve_load_balancer
 from torchtitan.config.job import JobConfig
-from torchtitan.config.validate import resolve_degrees, resolve_global_batch_size
+from torchtitan.config.validate import is_plain_causal, resolve_degrees, resolve_global_batch_size
 from torchtitan.data.cache import default_cache_folder
 from torchtitan.data.loader import TrainLoader, build_dataloader
+from torchtitan.distributed.context_parallel import MaskPlanner
 from torchtitan.distributed.parallel_dims import ParallelDims, build_parallel_dims
 from torchtitan.distributed.parallelize import SplitOptions, parallelize
 from torchtitan.distributed.process_group import local_rank_from_env, ranks_per_node_from_env
@@ -38,7 +39,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 def model_args(config: JobConfig, tokenizer: Tokenizer) -> ModelArgs:
     """Return the arguments of the model that is asked for; raises ConfigError for an unknown name or flavour."""
-    args = get_args(get_spec(config.model.name), config.model.flavor)
+    section = config.model
+    args = get_args(get_spec(section.name), section.flavor)
+    if section.sliding_window or section.attention_chunk_size:
+        args = args.with_attention(
+            window=section.sliding_window,
+            chunk=section.attention_chunk_size,
+            full_attention_every=section.full_attention_every,
+        )
     return resolve_vocab_size(args, config.model.flavor, tokenizer.vocab_size)
 
 
@@ -47,7 +55,7 @@ def build_parts(
 ) -> TrainerParts:
     """Return all parts of a run, in the order in which they need each other; collective."""
     dims, method = build_layout(config, args, device)
-    options = _trainer_options(config, dims)
+    options = _trainer_options(config, args, dims)
     logger.info(
         "Layout:\n%s",
         dims.table(
@@ -56,7 +64,7 @@ def build_parts(
             seq_len=config.training.seq_len,
         ),
     )
-    dataloader = _build_dataloader(config, tokenizer, dims, options)
+    dataloader = _build_dataloader(config, args, tokenizer, dims, options)
     model = build_model(config, args, dims, method, device)
     optimizer = build_optimizer(model, config.optimizer)
     lr_scheduler = build_lr_scheduler(optimizer, config.lr_scheduler, config.training.steps)
@@ -73,7 +81,7 @@ def build_parts(
         lr_scheduler=lr_scheduler,
         dataloader=dataloader,
         checkpointer=Checkpointer(config.checkpoint, Path(config.job.dump_folder), states),
-        metrics=_build_metrics(config, args, device),
+        metrics=_build_metrics(config, device),
         profiler=_build_profiler(config, device),
         gc=ScheduledGC(config.training.gc_freq),
         stop=stop,
@@ -91,7 +99,13 @@ def cp_choice(config: JobConfig, args: ModelArgs, device: torch.device) -> CPCho
         num_heads=args.num_heads,
         num_kv_heads=args.num_kv_heads,
         ranks_per_node=ranks_per_node_from_env(),
+        plain_causal=is_plain_causal(config, args.layer_kinds),
     )
+
+
+def load_balancer(config: JobConfig, args: ModelArgs) -> str:
+    """Return the load balancer of context parallelism."""
+    return resolve_load_balancer(config.parallelism, plain_causal=is_plain_causal(config, args.layer_kinds))
 
 
 def build_layout(config: JobConfig, args: ModelArgs, device: torch.device) -> tuple[ParallelDims, str]:
@@ -113,7 +127,7 @@ def build_model(
     with torch.device("meta"):
         model = spec.build(args, config.model.attn_type).to(DTYPES[config.training.dtype])
     plan = spec.plan(args)
-    parallelize(model, plan, dims, _split_options(config, cp_method))
+    parallelize(model, plan, dims, _split_options(config, args, cp_method))
     model.to_empty(device=device)
     initialise(model, spec.init_rules(args), config.debug.seed)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -121,13 +135,13 @@ def build_model(
     return model
 
 
-def _split_options(config: JobConfig, cp_method: str) -> SplitOptions:
+def _split_options(config: JobConfig, args: ModelArgs, cp_method: str) -> SplitOptions:
     parallelism = config.parallelism
     return SplitOptions(
         seq_len=config.training.seq_len,
         cp_method=cp_method,
         cp_rotate_method=parallelism.context_parallel_rotate_method,
-        cp_load_balancer=parallelism.context_parallel_load_balancer,
+        cp_load_balancer=load_balancer(config, args),
         cp_gather_kv_heads=parallelism.context_parallel_gather_kv_heads,
         cp_keep_gathered=parallelism.context_parallel_keep_gathered,
         activation_checkpoint=config.activation_checkpoint.mode,
@@ -138,7 +152,7 @@ def _split_options(config: JobConfig, cp_method: str) -> SplitOptions:
     )
 
 
-def _trainer_options(config: JobConfig, dims: ParallelDims) -> TrainerOptions:
+def _trainer_options(config: JobConfig, args: ModelArgs, dims: ParallelDims) -> TrainerOptions:
     training = config.training
     global_batch_size = resolve_global_batch_size(training, dims.dp_shard)
     return TrainerOptions(
@@ -147,11 +161,12 @@ def _trainer_options(config: JobConfig, dims: ParallelDims) -> TrainerOptions:
         global_batch_size=global_batch_size,
         num_microbatches=global_batch_size // (training.local_batch_size * dims.dp_shard),
         max_norm=training.max_norm,
-        load_balancer=config.parallelism.context_parallel_load_balancer,
+        load_balancer=load_balancer(config, args),
         check_same_data=config.debug.deterministic,
         init_timeout_s=config.comm.init_timeout_seconds,
         train_timeout_s=config.comm.train_timeout_seconds,
         create_seed_checkpoint=config.checkpoint.create_seed_checkpoint,
+        flops=args.flops,
     )
 
 
@@ -163,15 +178,23 @@ def _build_profiler(config: JobConfig, device: torch.device) -> Profiler:
 
 
 def _build_dataloader(
-    config: JobConfig, tokenizer: Tokenizer, dims: ParallelDims, options: TrainerOptions
+    config: JobConfig, args: ModelArgs, tokenizer: Tokenizer, dims: ParallelDims, options: TrainerOptions
 ) -> TrainLoader:
     training = config.training
+    planner = MaskPlanner(
+        args.layer_kinds, dims.cp // dims.ulysses, dims.cp_rank // dims.ulysses, options.load_balancer
+    )
     return build_dataloader(
         dataset=training.dataset,
         dataset_path=training.dataset_path,
         text_field=training.dataset_text_field,
         tokenizer=tokenizer,
         seq_len=training.seq_len,
+        packing=training.packing,
+        document_masks=config.model.attn_mask == "document",
+        context_length=args.context_length,
+        restart_positions=training.position_overflow == "restart",
+        prepare=planner,
         local_batch_size=training.local_batch_size,
         global_batch_size=options.global_batch_size,
         dp_rank=dims.dp_rank,
@@ -184,13 +207,12 @@ def _build_dataloader(
     )
 
 
-def _build_metrics(config: JobConfig, args: ModelArgs, device: torch.device) -> MetricsLogger:
+def _build_metrics(config: JobConfig, device: torch.device) -> MetricsLogger:
     return MetricsLogger(
         config.metrics,
         Path(config.job.dump_folder),
         writes=dist.get_rank() == 0,
         num_devices=dist.get_world_size(),
-        flops_per_token=args.flops_per_token(config.training.seq_len),
         peak_flops=peak_flops(device),
         device=device,
         num_steps=config.training.steps,

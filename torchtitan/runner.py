@@ -22,5 +22,5 @@ class SingleStageRunner:
 
     def forward(self, batch: Batch) -> LossSum:
         """Return this rank's summed loss over its valid tokens."""
-        hidden = self.model(batch.inputs, batch.positions)
+        hidden = self.model(batch.inputs, batch.positions, batch.masks)
         return self.loss(self.model.output, hidden, batch.labels)

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -12,11 +12,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from torchtitan.attention.masks import AttentionMasks
 from torchtitan.batch import IGNORED_LABEL, Batch, CPLayout
 from torchtitan.components.checkpoint import Checkpointer
 from torchtitan.components.loss import LossSum, mean_loss
 from torchtitan.components.metrics import MetricsLogger
-from torchtitan.data.loader import TrainLoader
+from torchtitan.data.loader import Microbatch, TrainLoader
 from torchtitan.distributed.collectives import all_gather_rows, all_reduce_sum
 from torchtitan.distributed.context_parallel import cp_shard
 from torchtitan.distributed.grad_norm import clip_gradients, grad_norm, local_gradients
@@ -46,6 +47,7 @@ class TrainerOptions:
     init_timeout_s: int  # of collectives until the first step is done, and around checkpoints
     train_timeout_s: int
     create_seed_checkpoint: bool
+    flops: Callable[[int, int], float]  # of a step, by its tokens and query-key pairs
 
 
 @dataclass
@@ -74,6 +76,9 @@ class StepSummary:
     loss: float  # mean over the step's valid tokens
     loss_max: float  # largest of the ranks' means
     stop: bool  # some rank was asked to stop
+    pairs: int  # query-key pairs that the masks allow, of all sequences and layers
+    attention_balance: float  # of these, the most of a rank over the mean
+    kv_travelled: float | None  # share of other ranks' keys and values that travelled; None: not planned from masks
 
 
 class Trainer:
@@ -119,7 +124,7 @@ class Trainer:
         self.parts.profiler.close()
         self.parts.gc.close()
 
-    def train_step(self, microbatches: Iterator[dict[str, torch.Tensor]]) -> bool:
+    def train_step(self, microbatches: Iterator[Microbatch]) -> bool:
         """Do one update; returns whether some rank wants to stop."""
         metrics, optimizer = self.parts.metrics, self.parts.optimizer
         metrics.start_step()
@@ -141,17 +146,19 @@ class Trainer:
         self._count(summary, norm, lr)
         return summary.stop
 
-    def post_dataloading_process(self, microbatch: dict[str, torch.Tensor]) -> Batch:
+    def post_dataloading_process(self, microbatch: Microbatch) -> Batch:
         """Return the batch that the model gets: on the device, and this rank's tokens of each sequence.
 
         `microbatch` holds whole sequences, the same on all ranks of a cp group: input, labels (shifted) and positions,
-        each [B, S].
+        each [B, S], and masks where they are not plain causal.
         """
         device = self.parts.device
+        masks: AttentionMasks | None = microbatch.get("masks")
         batch = Batch(
             microbatch["input"].to(device, non_blocking=True),
             microbatch["labels"].to(device, non_blocking=True),
             microbatch["positions"].to(device, non_blocking=True),
+            None if masks is None else masks.to(device),
         )
         if self.dims.cp == 1:
             return batch
@@ -160,9 +167,11 @@ class Trainer:
         balancer = self.options.load_balancer
         layout = CPLayout(self.dims.cp, balancer, batch.inputs.size(-1), self.dims.ulysses)
         whole = [batch.inputs, batch.labels, batch.positions]
-        return batch.cut(layout, *cp_shard(self.dims.cp_mesh, whole, load_balancer=balancer))
+        if batch.masks is None:
+            return batch.cut(layout, cp_shard(self.dims.cp_mesh, whole, load_balancer=balancer))
+        return batch.cut(layout, *cp_shard(self.dims.cp_mesh, whole, batch.masks, load_balancer=balancer))
 
-    def _count_valid_tokens(self, raw: list[dict[str, torch.Tensor]]) -> int:
+    def _count_valid_tokens(self, raw: list[Microbatch]) -> int:
         local = sum(int((microbatch["labels"] != IGNORED_LABEL).sum()) for microbatch in raw)
         # Every rank of a cp group counted the same whole sequences.
         total = all_reduce_sum(local, self.dims.fsdp_mesh) // self.dims.cp
@@ -172,11 +181,13 @@ class Trainer:
 
     def _check_same_data(self, batch: Batch) -> None:
         weights = torch.arange(1, batch.inputs.numel() + 1, device=batch.inputs.device)
-        flat = (batch.inputs.flatten(), batch.labels.flatten(), batch.positions.flatten().long())
+        flat = [tensor.flatten().long() for tensor in (batch.inputs, batch.labels, batch.positions)]
+        if batch.masks is not None:
+            flat.append(batch.masks.document_starts.flatten().long().to(batch.inputs.device))
         digest = torch.stack([(part * weights).sum() for part in flat])
         first = self.dims.dp_rank * self.dims.cp
         ranks = range(first, first + self.dims.cp)  # of this rank's cp group
-        rows = all_gather_rows(digest, self.dims.fsdp_mesh)[first : first + self.dims.cp]  # [cp, 3]
+        rows = all_gather_rows(digest, self.dims.fsdp_mesh)[first : first + self.dims.cp]  # [cp, 3 or 4]
         different = [rank for rank, row in zip(ranks, rows, strict=True) if not torch.equal(row, rows[0])]
         if different:
             raise TitanError(
@@ -186,11 +197,34 @@ class Trainer:
 
     def _summarise(self, loss: LossSum, batches: list[Batch], valid_tokens: int) -> StepSummary:
         local_tokens = sum((batch.labels != IGNORED_LABEL).sum() for batch in batches)
-        row = loss.row(local_tokens, bool(self.parts.stop))
-        rows = all_gather_rows(row, self.dims.fsdp_mesh)  # [ranks, 5]
-        tokens, wishes = rows[:, 3], rows[:, 4]
+        row = loss.row(local_tokens, bool(self.parts.stop), *self._attention_work(batches))
+        rows = all_gather_rows(row, self.dims.fsdp_mesh)  # [ranks, 8]
+        tokens, wishes, pairs, needed, remote = rows[:, 3:].unbind(1)
         means = [mean_loss(own.unsqueeze(0), int(count)) for own, count in zip(rows, tokens, strict=True) if count > 0]
-        return StepSummary(mean_loss(rows, max(1, valid_tokens)), max(means, default=0.0), bool(wishes.any()))
+        return StepSummary(
+            loss=mean_loss(rows, max(1, valid_tokens)),
+            loss_max=max(means, default=0.0),
+            stop=bool(wishes.any()),
+            pairs=int(pairs.sum()),
+            attention_balance=float(pairs.max() / pairs.double().mean()),
+            kv_travelled=float(needed.sum() / remote.sum()) if int(remote.sum()) else None,
+        )
+
+    def _attention_work(self, batches: list[Batch]) -> tuple[int, int, int]:
+        """Return this rank's query-key pairs, and how many remote tokens it needs of how many, over all layers."""
+        pairs = needed = remote = 0
+        for batch in batches:
+            if batch.masks is not None and batch.masks.work is not None:
+                work = batch.masks.work
+                rank = self.dims.cp_rank // self.dims.ulysses  # of the method; those of Ulysses share heads
+                pairs += int(work.pairs[rank]) // self.dims.ulysses
+                needed += int(work.needed[rank])
+                remote += work.remote
+            else:
+                layout = batch.cp_layout or CPLayout(1, "none", batch.inputs.size(-1))
+                layers = len(self.parts.model.layer_kinds)
+                pairs += layers * batch.inputs.size(0) * layout.causal_pairs(self.dims.cp_rank)
+        return pairs, needed, remote
 
     def _check_finite(self, summary: StepSummary, norm: float) -> None:
         for name, value in (("loss", summary.loss), ("gradient norm", norm)):
@@ -212,6 +246,9 @@ class Trainer:
             lr=lr,
             tokens=tokens,
             tokens_seen=self.tokens_seen,
+            flops=self.options.flops(tokens, summary.pairs),
+            attention_balance=summary.attention_balance,
+            kv_travelled=summary.kv_travelled,
             last=summary.stop or self.step == self.options.steps,
         )
 

@@ -19,14 +19,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from torchtitan.attention.masks import AttentionMasks, LayerMask
+from torchtitan.attention.work import count_attention_work
 from torchtitan.batch import Batch
 from torchtitan.build import DTYPES, build_parts, cp_choice
 from torchtitan.components.loss import ChunkedCrossEntropy, mean_loss
 from torchtitan.config.cp_method import AttentionShape, sent_bytes
 from torchtitan.config.job import JobConfig
-from torchtitan.distributed.attention_work import count_attention_work
+from torchtitan.data.loader import Microbatch
 from torchtitan.distributed.collectives import count_traffic
-from torchtitan.distributed.context_parallel import cp_rank_of, cp_unshard
+from torchtitan.distributed.context_parallel import MaskPlanner, cp_rank_of, cp_unshard
 from torchtitan.errors import option_error
 from torchtitan.fingerprints import FingerprintRecorder, Fingerprints, fingerprints
 from torchtitan.models import get_spec, resolve_vocab_size
@@ -78,7 +80,7 @@ def verify(job: Job, trainer_class: type[Trainer]) -> int:
     raw = next(iter(trainer.parts.dataloader))
     whole = _whole_batch(raw, trainer)
     split = _split_outcome(trainer, raw)
-    counts = None if config.compile.enable else _counts(trainer, raw)
+    counts = None if config.compile.enable else _counts(config, job.args, trainer, raw)
     single = model = None
     if dist.get_rank() == 0:
         model = _single_model(config, job)
@@ -86,7 +88,7 @@ def verify(job: Job, trainer_class: type[Trainer]) -> int:
     dist.barrier(waiting)
     code, problem = 0, ""
     if single is not None:
-        problem = _report(config, job.args, trainer, split, single, counts)
+        problem = _report(config, job.args, trainer, whole, split, single, counts)
     problem = _broadcast(problem, waiting)
     if problem:
         where = "; where it begins was not searched: the model is compiled"
@@ -145,22 +147,22 @@ def _tolerances(config: JobConfig) -> Tolerances:
     )
 
 
-def _whole_batch(raw: dict[str, torch.Tensor], trainer: Trainer) -> dict[str, torch.Tensor]:
+def _whole_batch(raw: Microbatch, trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return the sequences of all dp ranks, in their order."""
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, raw)
     chosen = everyones[:: trainer.dims.cp]  # one rank of each cp group
-    return {name: torch.cat([each[name] for each in chosen]) for name in raw}
+    return {name: torch.cat([each[name] for each in chosen]) for name in raw if name != "masks"}
 
 
-def _split_outcome(trainer: Trainer, raw: dict[str, torch.Tensor]) -> Outcome:
+def _split_outcome(trainer: Trainer, raw: Microbatch) -> Outcome:
     """Run the step as the trainer does."""
     before = _peak(trainer.parts.device)
     valid_tokens = trainer._count_valid_tokens([raw])
     batch = trainer.post_dataloading_process(raw)
     loss = trainer.parts.runner.forward_backward(batch, max(1, valid_tokens))
     summary = trainer._summarise(loss, [batch], valid_tokens)
-    token_losses = _in_order(trainer, loss.token_losses.view(batch.labels.shape).unsqueeze(-1)).squeeze(-1)
+    token_losses = _in_order(trainer, batch, loss.token_losses.view(batch.labels.shape).unsqueeze(-1)).squeeze(-1)
     outcome = Outcome(summary.loss, token_losses)
     grown = [0.0] * dist.get_world_size()
     dist.all_gather_object(grown, (_peak(trainer.parts.device) - before) / _GIB)
@@ -174,11 +176,11 @@ def _split_outcome(trainer: Trainer, raw: dict[str, torch.Tensor]) -> Outcome:
     return outcome
 
 
-def _in_order(trainer: Trainer, rows: torch.Tensor) -> torch.Tensor:
+def _in_order(trainer: Trainer, batch: Batch, rows: torch.Tensor) -> torch.Tensor:
     """Return the rows of all tokens [B, S, N] in order, from those of this rank [B / dp, n, N]; on rank 0's CPU."""
     dims = trainer.dims
     if dims.cp > 1:
-        (rows,) = cp_unshard(dims.cp_mesh, [rows], load_balancer=trainer.options.load_balancer)
+        (rows,) = cp_unshard(dims.cp_mesh, [rows], batch.masks, load_balancer=trainer.options.load_balancer)
     everyones: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, rows.cpu() if dims.cp_rank == 0 else None)
     return torch.cat([part for part in everyones if part is not None])
@@ -189,10 +191,11 @@ class Counts:
     """What one step did, of every rank."""
 
     sent: list[int]  # bytes to other ranks, for attention
+    planned: list[int]  # what they should be
     work: list[int]  # query-key pairs
 
 
-def _counts(trainer: Trainer, raw: dict[str, torch.Tensor]) -> Counts:
+def _counts(config: JobConfig, args: ModelArgs, trainer: Trainer, raw: Microbatch) -> Counts:
     trainer.parts.model.zero_grad()
     batch = trainer.post_dataloading_process(raw)
     with count_traffic() as traffic:
@@ -201,8 +204,8 @@ def _counts(trainer: Trainer, raw: dict[str, torch.Tensor]) -> Counts:
     with torch.no_grad(), count_attention_work() as work:
         trainer.parts.runner.forward(batch)
     rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, (traffic.bytes, work.pairs))
-    return Counts([row[0] for row in rows], [row[1] for row in rows])
+    dist.all_gather_object(rows, (traffic.bytes, _planned_bytes(config, args, trainer, batch), work.pairs))
+    return Counts(*([row[column] for row in rows] for column in range(3)))
 
 
 def _single_model(config: JobConfig, job: Job) -> Decoder:
@@ -214,13 +217,15 @@ def _single_model(config: JobConfig, job: Job) -> Decoder:
     return model.to(DTYPES[config.training.mixed_precision_param])
 
 
-def _single_batch(whole: dict[str, torch.Tensor], device: torch.device) -> Batch:
-    return Batch(whole["input"].to(device), whole["labels"].to(device), whole["positions"].to(device))
+def _single_batch(model: Decoder, whole: dict[str, torch.Tensor], device: torch.device) -> Batch:
+    masks = model.get_attention_masks(whole.get("document_starts"), whole["positions"])
+    inputs, labels, positions = (whole[name].to(device) for name in ("input", "labels", "positions"))
+    return Batch(inputs, labels, positions, None if masks is None else masks.to(device))
 
 
 def _single_outcome(model: Decoder, whole: dict[str, torch.Tensor], config: JobConfig, job: Job) -> Outcome:
     before = _peak(job.device)
-    batch = _single_batch(whole, job.device)
+    batch = _single_batch(model, whole, job.device)
     valid_tokens = max(1, int((batch.labels >= 0).sum()))
     runner = SingleStageRunner(model, ChunkedCrossEntropy(config.training.loss_chunk_tokens))
     loss = runner.forward_backward(batch, valid_tokens)
@@ -234,7 +239,13 @@ def _single_outcome(model: Decoder, whole: dict[str, torch.Tensor], config: JobC
 
 
 def _report(
-    config: JobConfig, args: ModelArgs, trainer: Trainer, split: Outcome, single: Outcome, counts: Counts | None
+    config: JobConfig,
+    args: ModelArgs,
+    trainer: Trainer,
+    whole: dict[str, torch.Tensor],
+    split: Outcome,
+    single: Outcome,
+    counts: Counts | None,
 ) -> str:
     """Print the comparison; returns the first thing that is off, empty for none."""
     allowed, problems = _tolerances(config), []
@@ -249,25 +260,27 @@ def _report(
     )
     if not difference <= allowed.loss:
         problems.append(f"the loss is off by {difference:.1e}")
-    problems += _report_tokens(split, single, trainer, allowed)
+    problems += _report_tokens(split, single, trainer, whole, allowed)
     problems += _report_gradients(split, single, allowed)
     if counts is None:
         print("  bytes, work    not counted: the model is compiled")
     else:
-        problems += _report_counts(config, args, trainer, counts)
+        problems += _report_counts(args.num_layers, counts)
     peaks = " ".join(f"{peak:.2f}" for peak in split.peak_gib)
     print(f"  extra memory   {peaks} GiB per rank for the step; {single.peak_gib[0]:.2f} in one process")
     return problems[0] if problems else ""
 
 
-def _report_tokens(split: Outcome, single: Outcome, trainer: Trainer, allowed: Tolerances) -> list[str]:
+def _report_tokens(
+    split: Outcome, single: Outcome, trainer: Trainer, whole: dict[str, torch.Tensor], allowed: Tolerances
+) -> list[str]:
     if torch.equal(split.token_losses, single.token_losses):
         print("  token losses   bitwise equal")
         return []
     distance = (split.token_losses - single.token_losses).abs()
     sequence, token = divmod(int(distance.argmax()), distance.size(1))
     largest = float(distance.max()) / (float(single.token_losses.abs().max()) or 1.0)
-    where = f"sequence {sequence}, token {token}, on rank {_owner(trainer, sequence, token)}"
+    where = f"sequence {sequence}, token {token}, on rank {_owner(trainer, whole, sequence, token)}"
     count = int((distance > 0).sum())
     print(f"  token losses   {count} of {distance.numel()} have other bits; largest {largest:.1e}, at {where}")
     if largest <= max(allowed.loss, allowed.gradient):
@@ -286,20 +299,35 @@ def _report_gradients(split: Outcome, single: Outcome, allowed: Tolerances) -> l
     return [] if error <= allowed.gradient else [f"the gradient of {name} is off by {error:.1e}"]
 
 
-def _report_counts(config: JobConfig, args: ModelArgs, trainer: Trainer, counts: Counts) -> list[str]:
-    expected = _expected_bytes(config, args, trainer)
-    layers, sent = args.num_layers, sorted(set(counts.sent))
-    per_layer = " to ".join(f"{number / layers:,.0f}" for number in dict.fromkeys((sent[0], sent[-1])))
-    print(f"  bytes sent     {per_layer} per rank and layer, closed form {expected / layers:,.0f}")
+def _report_counts(layers: int, counts: Counts) -> list[str]:
+    sent, planned = (" ".join(f"{number / layers:,.0f}" for number in row) for row in (counts.sent, counts.planned))
+    print(f"  bytes sent     {sent} per layer, by rank; planned {'the same' if sent == planned else planned}")
     whole = sum(counts.work)
     shares = " ".join(f"{work * len(counts.work) / whole:.3f}" for work in counts.work)
     print(f"  attention work {shares} of an equal share, by rank")
-    return [] if sent == [expected] else [f"attention sent {per_layer} bytes, not {expected / layers:,.0f}"]
+    return [] if counts.sent == counts.planned else [f"attention sent {sent} bytes per layer, not {planned}"]
 
 
-def _expected_bytes(config: JobConfig, args: ModelArgs, trainer: Trainer) -> int:
-    """Return what attention must send per rank in a step; where a layer is recomputed, its forward sends twice."""
-    compute, mode = DTYPES[config.training.mixed_precision_param], config.activation_checkpoint
+def _planned_bytes(config: JobConfig, args: ModelArgs, trainer: Trainer, batch: Batch) -> int:
+    """Return what this rank must send for attention in a step; where a layer is recomputed, its forward sends twice.
+
+    By the closed form for plain causal masks, else by the tables of the batch's own.
+    """
+    mode = config.activation_checkpoint
+    every = {"none": 0, "full": 1}.get(mode.mode, 0)
+    if mode.mode == "selective" and mode.selective_ac_option != "op":
+        every = int(mode.selective_ac_option)
+    total = 0
+    for layer, kind in enumerate(args.layer_kinds):
+        forward, backward = _layer_bytes(
+            config, args, trainer, None if batch.masks is None else batch.masks.layers[kind]
+        )
+        total += forward * (2 if every and layer % every == 0 else 1) + backward
+    return total
+
+
+def _layer_bytes(config: JobConfig, args: ModelArgs, trainer: Trainer, mask: LayerMask | None) -> tuple[int, int]:
+    compute, dims = DTYPES[config.training.mixed_precision_param], trainer.dims
     shape = AttentionShape(
         config.training.local_batch_size,
         config.training.seq_len,
@@ -309,22 +337,22 @@ def _expected_bytes(config: JobConfig, args: ModelArgs, trainer: Trainer) -> int
         compute.itemsize,
         max(4, compute.itemsize),
     )
-    forward, backward = sent_bytes(
+    method = "gather" if mask is not None else cp_choice(config, args, trainer.parts.device).method
+    return sent_bytes(
         shape,
-        method=cp_choice(config, args, trainer.parts.device).method,
-        degree=trainer.dims.cp,
-        ulysses_degree=trainer.dims.ulysses,
+        method=method,
+        degree=dims.cp,
+        ulysses_degree=dims.ulysses,
         keep_gathered=config.parallelism.context_parallel_keep_gathered,
+        load_balancer=trainer.options.load_balancer,
+        rank=dims.cp_rank,
+        tokens=None if mask is None or not mask.counts.numel() else tuple(mask.counts.sum(1).tolist()),
     )
-    recomputed = {"none": 0, "full": args.num_layers}.get(mode.mode, 0)
-    if mode.mode == "selective" and mode.selective_ac_option != "op":
-        recomputed = len(range(0, args.num_layers, int(mode.selective_ac_option)))
-    return args.num_layers * (forward + backward) + recomputed * forward
 
 
 def _find_divergence(
     trainer: Trainer,
-    raw: dict[str, torch.Tensor],
+    raw: Microbatch,
     whole: dict[str, torch.Tensor],
     model: Decoder | None,
     allowed: Tolerances,
@@ -334,12 +362,12 @@ def _find_divergence(
     batch = trainer.post_dataloading_process(raw)
     with torch.no_grad(), FingerprintRecorder(trainer.parts.model) as recorder:
         trainer.parts.runner.forward(batch)
-    split = fingerprints(recorder.names, _in_order(trainer, recorder.rows()))
+    split = fingerprints(recorder.names, _in_order(trainer, batch, recorder.rows()))
     found = other_bits = None
     if model is not None:
-        single_batch = _single_batch(whole, trainer.parts.device)
+        single_batch = _single_batch(model, whole, trainer.parts.device)
         with torch.no_grad(), FingerprintRecorder(model) as single_recorder:
-            model(single_batch.inputs, single_batch.positions)
+            model(single_batch.inputs, single_batch.positions, single_batch.masks)
         single = fingerprints(single_recorder.names, single_recorder.rows())
         shared = [name for name in split.names if name in set(single.names)]
         split, single = _only(split, shared), _only(single, shared)
@@ -349,7 +377,7 @@ def _find_divergence(
     if found is None:
         return "; every module's output agrees, so it lies in the labels, the loss or the backward"
     name, sequence, token = found
-    owner = _owner(trainer, sequence, token)
+    owner = _owner(trainer, whole, sequence, token)
     text = f"; the first module that differs is {name}, at sequence {sequence}, token {token}, on rank {owner}"
     return text if other_bits == found or other_bits is None else f"{text} (in bits alone it is {other_bits[0]})"
 
@@ -361,11 +389,15 @@ def _only(prints: Fingerprints, names: list[str]) -> Fingerprints:
     )
 
 
-def _owner(trainer: Trainer, sequence: int, token: int) -> int:
+def _owner(trainer: Trainer, whole: dict[str, torch.Tensor], sequence: int, token: int) -> int:
     """Return the rank that holds a token of the whole batch; without communication."""
-    dims, seq_len = trainer.dims, trainer.options.seq_len
-    dp_rank = sequence // (trainer.options.global_batch_size // trainer.options.num_microbatches // dims.dp_shard)
-    cp_rank = cp_rank_of(token, seq_len, dims.cp_mesh, load_balancer=trainer.options.load_balancer)
+    dims, options = trainer.dims, trainer.options
+    rows = options.global_batch_size // options.num_microbatches // dims.dp_shard
+    dp_rank, row = divmod(sequence, rows)
+    own = {name: tensor[dp_rank * rows : (dp_rank + 1) * rows] for name, tensor in whole.items()}
+    planner = MaskPlanner(trainer.parts.model.layer_kinds, dims.cp // dims.ulysses, 0, options.load_balancer)
+    masks: AttentionMasks | None = planner(own).get("masks") if dims.cp > dims.ulysses else None
+    cp_rank = cp_rank_of(token, options.seq_len, dims.cp_mesh, masks, load_balancer=options.load_balancer, row=row)
     return dp_rank * dims.cp + cp_rank
 
 

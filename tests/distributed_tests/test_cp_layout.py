@@ -213,10 +213,10 @@ def _refusals() -> list[str]:
         _message(lambda: cp_shard(mesh, [x])),
         _message(lambda: cp_shard(mesh, [torch.zeros(1, 63)], load_balancer="none")),
         _message(lambda: cp_shard(mesh, [torch.zeros(1, 4), torch.zeros(1, 8)])),
-        _message(lambda: cut.cut(CPLayout(2, "headtail", 32), cut.inputs, cut.labels, cut.positions)),
+        _message(lambda: cut.cut(CPLayout(2, "headtail", 32), [cut.inputs, cut.labels, cut.positions])),
         _message(lambda: model(whole.inputs, whole.positions)),
         _message(lambda: model(half.inputs, half.positions)),
-        _message(lambda: whole.cut(CPLayout(2, "headtail", 64), half.inputs, half.labels, half.positions)),
+        _message(lambda: whole.cut(CPLayout(2, "headtail", 64), [half.inputs, half.labels, half.positions])),
     ]
 
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import CPU, Case, build_split_model, local_batch
+from torchtitan.attention.work import count_attention_work
 from torchtitan.config.cp_method import AttentionShape, sent_bytes
-from torchtitan.distributed.attention_work import count_attention_work
 from torchtitan.distributed.collectives import count_traffic
 from torchtitan.distributed.context_parallel import apply_cp
 from torchtitan.distributed.parallel_dims import build_parallel_dims

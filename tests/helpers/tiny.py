@@ -12,8 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan.attention.masks import MaskKind
+from torchtitan.attention.plan import whole_masks
 from torchtitan.batch import IGNORED_LABEL, Batch, CPLayout
 from torchtitan.components.loss import ChunkedCrossEntropy
+from torchtitan.config.cp_method import MASK_BALANCERS
 from torchtitan.distributed.context_parallel import cp_shard, cp_unshard
 from torchtitan.distributed.parallel_dims import ParallelDims, build_parallel_dims
 from torchtitan.distributed.parallelize import SplitOptions, parallelize
@@ -49,6 +52,9 @@ class Case:
     selective_ac_option: str = "op"
     compile_backend: str = ""
     ignored: tuple[tuple[int, int], ...] = ()  # spans of positions without a label
+    documents: tuple[tuple[int, ...], ...] = ()  # lengths in each row; none: each row is one, and masks are causal
+    cut_before: int = 0  # tokens of each row's first document that are in the row before
+    attn_type: str = "sdpa"
     updates: int = 0
 
     def on(self, **changes: Any) -> "Case":
@@ -74,27 +80,61 @@ def make_batch(case: Case) -> Batch:
     labels = tokens[:, 1:].clone()
     for start, end in case.ignored:
         labels[:, start:end] = IGNORED_LABEL
-    positions = torch.arange(case.seq_len, dtype=torch.int32).expand(case.batch_size, -1).contiguous()
-    return Batch(tokens[:, :-1].contiguous(), labels, positions)
+    starts, positions = document_tensors(case)
+    if case.documents:
+        ends = torch.cat([starts[:, 1:] == torch.arange(1, case.seq_len), torch.zeros(case.batch_size, 1).bool()], 1)
+        labels[ends] = IGNORED_LABEL
+    masks = whole_masks(starts if case.documents else None, positions, case.args.layer_kinds)
+    return Batch(tokens[:, :-1].contiguous(), labels, positions, masks)
+
+
+def document_tensors(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return document starts and positions of the case's rows: int32 [B, S] both."""
+    rows = case.documents or ((case.seq_len,),) * case.batch_size
+    starts, positions = [], []
+    for lengths in rows:
+        assert sum(lengths) == case.seq_len
+        firsts = [sum(lengths[:index]) for index in range(len(lengths))]
+        starts.append([first for first, length in zip(firsts, lengths, strict=True) for _ in range(length)])
+        before = [case.cut_before if case.documents else 0] + [0] * (len(lengths) - 1)
+        positions.append([cut + token for cut, length in zip(before, lengths, strict=True) for token in range(length)])
+    return torch.tensor(starts, dtype=torch.int32), torch.tensor(positions, dtype=torch.int32)
 
 
 def build_model(case: Case) -> Decoder:
     """Return T0 with its seeded weights, on one device, without any parallelism."""
-    model = build_llama3(case.args).to(case.dtype)
+    model = build_llama3(case.args, case.attn_type).to(case.dtype)
     initialise(model, init_rules_llama3(case.args), seed=1)
     return model
 
 
 class DenseAttention(nn.Module):
-    """Softmax over explicit [S, S] scores: the oracle's attention."""
+    """Softmax over explicit [S, S] scores: the oracle's attention, under a mask of its own."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __init__(self, mask: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.mask = mask  # bool, broadcasts to [B, H, S, S]; None: causal
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: object = None) -> torch.Tensor:
         """Return attention by the definition: [B, H, S, E]."""
         group = q.size(1) // k.size(1)
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        mask = torch.ones(q.size(2), q.size(2), dtype=torch.bool).tril()
+        mask = torch.ones(q.size(2), q.size(2), dtype=torch.bool).tril() if self.mask is None else self.mask
         scores = (q @ k.transpose(-1, -2)) * q.size(-1) ** -0.5
         return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+
+
+def dense_mask(case: Case, kind: MaskKind) -> torch.Tensor:
+    """Return which keys each query sees, by the definition: bool [B, 1, S, S]."""
+    starts, positions = document_tensors(case)
+    distance = torch.arange(case.seq_len)[:, None] - torch.arange(case.seq_len)
+    mask = (distance >= 0) & (starts[:, :, None] == starts[:, None, :])
+    if kind.window:
+        mask &= distance < kind.window
+    if kind.chunk:
+        chunks = positions // kind.chunk
+        mask &= chunks[:, :, None] == chunks[:, None, :]
+    return mask.unsqueeze(1)
 
 
 def oracle(case: Case) -> Result:
@@ -103,12 +143,14 @@ def oracle(case: Case) -> Result:
     if case.compute_dtype is not None and case.compute_dtype != case.dtype:
         raise AssertionError("the oracle computes in the parameters' dtype")
     for block in model.layers.values():
-        block.attention.inner_attention = DenseAttention()
+        block.attention.inner_attention = DenseAttention(dense_mask(case, block.attention.kind))
     batch = make_batch(case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for update in range(case.updates + 1):
         optimizer.zero_grad()
-        logits = model.logits(batch.inputs, batch.positions).to(torch.promote_types(case.dtype, torch.float32))
+        logits = model.logits(batch.inputs, batch.positions, batch.masks).to(
+            torch.promote_types(case.dtype, torch.float32)
+        )
         token_losses = F.cross_entropy(
             logits.transpose(1, 2), batch.labels, reduction="none", ignore_index=IGNORED_LABEL
         )
@@ -126,7 +168,7 @@ def build_split_model(case: Case) -> tuple[Decoder, ParallelDims]:
     """Return T0 split as the case says, from a meta-device build, as the trainer does it."""
     dims = build_parallel_dims(CPU, dp_shard=case.dp, cp=case.cp, ulysses=case.ulysses)
     with torch.device("meta"):
-        model = build_llama3(case.args).to(case.dtype)
+        model = build_llama3(case.args, case.attn_type).to(case.dtype)
     compute = case.compute_dtype or case.dtype
     options = SplitOptions(
         seq_len=case.seq_len,
@@ -152,10 +194,16 @@ def local_batch(case: Case, dims: ParallelDims) -> Batch:
     whole = make_batch(case)
     rows = slice(dims.dp_rank * case.batch_size // dims.dp_shard, (dims.dp_rank + 1) * case.batch_size // dims.dp_shard)
     batch = Batch(whole.inputs[rows], whole.labels[rows], whole.positions[rows])
+    starts = document_tensors(case)[0][rows]
+    masked = case.documents or case.load_balancer in MASK_BALANCERS
+    masks = whole_masks(starts if masked else None, batch.positions, case.args.layer_kinds)
     if case.cp == 1:
-        return batch
-    shards = cp_shard(dims.cp_mesh, [batch.inputs, batch.labels, batch.positions], load_balancer=case.load_balancer)
-    return batch.cut(CPLayout(case.cp, case.load_balancer, case.seq_len, case.ulysses), *shards)
+        return replace(batch, masks=masks)
+    layout = CPLayout(case.cp, case.load_balancer, case.seq_len, case.ulysses)
+    tensors = [batch.inputs, batch.labels, batch.positions]
+    if masks is None:
+        return batch.cut(layout, cp_shard(dims.cp_mesh, tensors, load_balancer=case.load_balancer))
+    return batch.cut(layout, *cp_shard(dims.cp_mesh, tensors, masks, load_balancer=case.load_balancer))
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,10 +235,12 @@ def split_step(case: Case) -> Result:
 
 def _token_losses(case: Case, model: Decoder, dims: ParallelDims, batch: Batch) -> torch.Tensor:
     with torch.no_grad():
-        logits = model.logits(batch.inputs, batch.positions)
+        logits = model.logits(batch.inputs, batch.positions, batch.masks)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).transpose(1, 2)
         losses = F.cross_entropy(wide, batch.labels, reduction="none", ignore_index=IGNORED_LABEL)
-    rows = losses if case.cp == 1 else cp_unshard(dims.cp_mesh, [losses], load_balancer=case.load_balancer)[0]
+    rows = losses
+    if case.cp > 1:
+        (rows,) = cp_unshard(dims.cp_mesh, [losses], batch.masks, load_balancer=case.load_balancer)
     everyones = [torch.empty_like(rows) for _ in range(case.dp * case.cp)]
     torch.distributed.all_gather(everyones, rows.contiguous())
     return torch.cat(everyones[:: case.cp])  # one rank of each cp group

@@ -35,10 +35,12 @@ class Row:
     lr: float
     tokens_seen: int  # by all ranks since step 0, each token once
     tokens_per_second: float  # of the whole job
-    tflops: float  # model FLOP/s per device, in 10^12
+    tflops: float  # model FLOP/s per device, in 10^12; of attention, what the masks allow
     mfu: float | None  # of the device's peak, in percent; None: the peak is not known
     memory_gib: float  # largest so far: reserved by CUDA's allocator, or resident on a CPU
     data_share: float  # of the steps' time spent waiting for data
+    attention_balance: float  # of the step's query-key pairs, the most of a rank over the mean
+    kv_travelled: float | None  # of other ranks' keys and values, the share that travelled; None: no planned masks
     seconds_per_step: float
 
 
@@ -59,7 +61,6 @@ class MetricsLogger:
         *,
         writes: bool,
         num_devices: int,
-        flops_per_token: float,
         peak_flops: float | None,
         device: torch.device,
         num_steps: int,
@@ -68,13 +69,12 @@ class MetricsLogger:
         self.path = dump_folder / "metrics.jsonl"
         self.writes = writes
         self.num_devices = num_devices
-        self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
         self.device = device
         self.num_steps = num_steps
         self.progress_path = os.environ.get(_PROGRESS_FILE, "") if writes else ""
         self.writers = _build_writers(section, dump_folder) if writes else []
-        self.step_start = self.waited = self.seconds = 0.0
+        self.step_start = self.waited = self.seconds = self.flops = 0.0
         self.tokens = self.steps = 0
 
     def truncate_after(self, step: int) -> None:
@@ -108,18 +108,33 @@ class MetricsLogger:
         lr: float,
         tokens: int,
         tokens_seen: int,
+        flops: float,
+        attention_balance: float,
+        kv_travelled: float | None,
         last: bool,
     ) -> None:
-        """End a step of `tokens` tokens over all ranks, and report if it is time."""
+        """End a step of `tokens` tokens and `flops` model FLOPs over all ranks, and report if it is time."""
         self.seconds += time.perf_counter() - self.step_start
         self.tokens += tokens
+        self.flops += flops
         self.steps += 1
         if self.progress_path:
             self._write_progress(step, loss)
         if step % self.log_freq and step != 1 and not last:
             return
-        row = self._row(step, loss, loss_max, grad_norm, lr, tokens_seen)
-        self.waited = self.seconds = 0.0
+        row = self._row(
+            step=step,
+            loss=loss,
+            loss_hex=loss.hex(),
+            loss_max=loss_max,
+            grad_norm=grad_norm,
+            grad_norm_hex=grad_norm.hex(),
+            lr=lr,
+            tokens_seen=tokens_seen,
+            attention_balance=attention_balance,
+            kv_travelled=kv_travelled,
+        )
+        self.waited = self.seconds = self.flops = 0.0
         self.tokens = self.steps = 0
         if self.writes:
             self._report(row)
@@ -129,19 +144,11 @@ class MetricsLogger:
         for writer in self.writers:
             writer.close()
 
-    def _row(self, step: int, loss: float, loss_max: float, grad_norm: float, lr: float, tokens_seen: int) -> Row:
-        rate = self.tokens / self.seconds
-        flops = rate / self.num_devices * self.flops_per_token
+    def _row(self, **of_step: Any) -> Row:
+        flops = self.flops / self.seconds / self.num_devices
         return Row(
-            step=step,
-            loss=loss,
-            loss_hex=loss.hex(),
-            loss_max=loss_max,
-            grad_norm=grad_norm,
-            grad_norm_hex=grad_norm.hex(),
-            lr=lr,
-            tokens_seen=tokens_seen,
-            tokens_per_second=rate,
+            **of_step,
+            tokens_per_second=self.tokens / self.seconds,
             tflops=flops / 1e12,
             mfu=None if self.peak_flops is None else 100 * flops / self.peak_flops,
             memory_gib=_peak_memory(self.device) / _GIB,
@@ -221,6 +228,8 @@ def tagged(row: Row) -> dict[str, float]:
         "time_metrics/end_to_end(s)": row.seconds_per_step,
         "time_metrics/data_loading(%)": 100 * row.data_share,
         "memory/max_gib": row.memory_gib,
+        "attention/balance": row.attention_balance,
+        "attention/kv_travelled": row.kv_travelled,
     }
     return {tag: value for tag, value in tags.items() if value is not None}
 

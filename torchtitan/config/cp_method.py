@@ -9,6 +9,11 @@ from dataclasses import dataclass
 
 from torchtitan.config.sections import Parallelism
 
+# Those of the second need gather (or Ulysses), which takes the tokens in any order.
+MASK_BALANCERS = ("per_document", "ptrr", "greedy")
+LOAD_BALANCERS = ("headtail", "none", *MASK_BALANCERS)
+_PTRR_BLOCK = 128  # tokens: the block of torch's BlockMask
+
 
 @dataclass(frozen=True)
 class AttentionShape:
@@ -35,7 +40,8 @@ class CPChoice:
 def seq_len_factor(degree: int, load_balancer: str, *, ulysses_degree: int = 1) -> int:
     """Return what a sequence's length must be a multiple of, to be cut over `degree` ranks."""
     rounds = degree // ulysses_degree
-    return math.lcm(2 * rounds, degree) if load_balancer == "headtail" and rounds > 1 else degree
+    chunks = {"headtail": 2, "ptrr": _PTRR_BLOCK}.get(load_balancer, 1)  # per rank of the method
+    return math.lcm(chunks * rounds, degree) if rounds > 1 else degree
 
 
 def exchanged_kv_heads(num_heads: int, num_kv_heads: int, degree: int) -> int:
@@ -48,9 +54,21 @@ def exchanged_kv_heads(num_heads: int, num_kv_heads: int, degree: int) -> int:
 
 
 def sent_bytes(
-    shape: AttentionShape, *, method: str, degree: int, ulysses_degree: int = 1, keep_gathered: bool = False
+    shape: AttentionShape,
+    *,
+    method: str,
+    degree: int,
+    ulysses_degree: int = 1,
+    keep_gathered: bool = False,
+    load_balancer: str = "headtail",
+    rank: int = 0,
+    tokens: tuple[int, int] | None = None,
 ) -> tuple[int, int]:
-    """Return the bytes that each rank sends to others in one layer's attention: forward and backward."""
+    """Return the bytes that `rank` of the cp group sends to others in one layer's attention, forward and backward.
+
+    Only what gather sends differs from rank to rank, as early tokens are seen by more. `tokens` are those that it sends
+    and that it receives, of all sequences, under masks that are not plain causal.
+    """
     rounds, elements = degree // ulysses_degree, shape.batch_size * shape.head_dim
     kv_heads, exchanged = shape.num_kv_heads, 0
     if ulysses_degree > 1:
@@ -59,19 +77,47 @@ def sent_bytes(
         exchanged = local * shape.itemsize * (ulysses_degree - 1) // ulysses_degree
     if rounds == 1:
         return exchanged, exchanged
-    keys_values = 2 * elements * (shape.seq_len // rounds) * (kv_heads // ulysses_degree)
-    forward = (rounds - 1) * keys_values * shape.itemsize
+    per_token = 2 * elements * (kv_heads // ulysses_degree)  # elements of keys and values
+    local_len = shape.seq_len // rounds
     if method == "gather":
-        summed = (rounds - 1) * keys_values * shape.grad_itemsize
+        sent, received = _seen_tokens(local_len, rounds, rank // ulysses_degree, load_balancer)
+        if tokens is not None:
+            per_token //= shape.batch_size
+            sent, received = tokens
+        forward, summed = sent * per_token * shape.itemsize, received * per_token * shape.grad_itemsize
         return exchanged + forward, exchanged + (0 if keep_gathered else forward) + summed
+    forward = (rounds - 1) * local_len * per_token * shape.itemsize
     # torch's ring brings the gradients of keys and values home by one more hop, in fp32 at least.
-    return exchanged + forward, exchanged + forward + rounds * keys_values * shape.grad_itemsize
+    return exchanged + forward, exchanged + forward + rounds * local_len * per_token * shape.grad_itemsize
+
+
+def _seen_tokens(local_len: int, ranks: int, rank: int, load_balancer: str) -> tuple[int, int]:
+    """Return how many tokens a rank sends to others that see them, and how many of others it sees.
+
+    Head-tail: all others see its head, and those before it its tail.
+    """
+    if load_balancer == "none":
+        return (ranks - 1 - rank) * local_len, rank * local_len
+    return (ranks - 1 + rank) * (local_len // 2), (2 * (ranks - 1) - rank) * (local_len // 2)
+
+
+def resolve_load_balancer(parallelism: Parallelism, *, plain_causal: bool) -> str:
+    """Return the load balancer that is given, or the one that "auto" means."""
+    if parallelism.context_parallel_load_balancer != "auto":
+        return parallelism.context_parallel_load_balancer
+    return "headtail" if plain_causal else "greedy"
 
 
 def resolve_cp_method(
-    parallelism: Parallelism, *, device_type: str, num_heads: int, num_kv_heads: int, ranks_per_node: int
+    parallelism: Parallelism,
+    *,
+    device_type: str,
+    num_heads: int,
+    num_kv_heads: int,
+    ranks_per_node: int,
+    plain_causal: bool,
 ) -> CPChoice:
-    """Return the method that is given, or the one that "auto" means for plain causal attention."""
+    """Return the method that is given, or the one that "auto" means."""
     method, degree = parallelism.context_parallel_method, parallelism.context_parallel_degree
     given = parallelism.context_parallel_ulysses_degree
     if method != "auto":
@@ -83,7 +129,7 @@ def resolve_cp_method(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         ranks_per_node=ranks_per_node,
-        plain_causal=True,
+        plain_causal=plain_causal,
     )
 
 

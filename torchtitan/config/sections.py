@@ -29,8 +29,19 @@ class Model:
     """Model family: llama3."""
     flavor: str = "debugmodel"
     """Size of the model: debugmodel, 1B, 3B, 8B, 70B or 405B."""
-    attn_type: Literal["sdpa"] = "sdpa"
-    """Kernel interface of attention; sdpa: torch's scaled_dot_product_attention."""
+    attn_type: Literal["sdpa", "flex", "varlen"] = "sdpa"
+    """Kernel of attention on CUDA, without context parallelism's gather; sdpa: torch's scaled_dot_product_attention;
+    flex: flex_attention with a BlockMask; varlen: the flash kernel for documents side by side. On a CPU all are the
+    same blocks of the CPU's flash kernel."""
+    attn_mask: Literal["causal", "document"] = "causal"
+    """causal: a token attends to all before it in its sequence; document: to those of its own document only, with
+    positions that start at 0 in each."""
+    sliding_window: int = 0
+    """Tokens that a layer attends to, the query's own among them; 0: no limit."""
+    attention_chunk_size: int = 0
+    """Tokens of a chunk, which attention does not leave, counted by positions in the document; 0: no chunks."""
+    full_attention_every: int = 0
+    """Every N-th layer attends without window and chunks; 0: none does."""
     tokenizer_path: str = ""
     """Path of a tokenizer.model (tiktoken ranks), a tokenizer.json, or a folder that holds one; empty: the small
     tokenizer that comes with this package."""
@@ -65,6 +76,12 @@ class Training:
     """Dtype of parameters and activations in forward and backward; float64 on the CPU only."""
     mixed_precision_reduce: Literal["float32", "float64"] = "float32"
     """Dtype in which gradients are summed over ranks; at least as wide as mixed_precision_param."""
+    packing: Literal["stream", "best_fit"] = "stream"
+    """How documents fill sequences; stream: one after the other, cut where a sequence ends; best_fit: cut only where
+    longer than a sequence, the rest of it is padding."""
+    position_overflow: Literal["refuse", "restart"] = "refuse"
+    """What happens to a document longer than the model's context, with attn_mask document; refuse: an error; restart:
+    its positions start again at 0 there."""
     num_workers: int = 0
     """Processes per rank that prepare data; 0: the rank itself does."""
     gc_freq: int = 50
@@ -137,8 +154,10 @@ class Parallelism:
     memory; 0: all at once; auto: as many as 16 MiB hold, at least 1."""
     context_parallel_keep_gathered: bool = False
     """Method gather keeps all keys and values of a layer for its backward, instead of gathering them again."""
-    context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
-    """headtail: each rank gets an early and a late chunk, so that causal work is equal; none: one contiguous chunk."""
+    context_parallel_load_balancer: Literal["auto", "headtail", "none", "per_document", "ptrr", "greedy"] = "auto"
+    """How attention becomes equal work; headtail: each rank gets an early and a late chunk; none: one contiguous chunk;
+    per_document: headtail inside each document; greedy: blocks by what their masks cost, those of a document together;
+    ptrr: torch's round-robin of blocks; auto: headtail for plain causal masks, greedy for others."""
 
 
 @dataclass(frozen=True)

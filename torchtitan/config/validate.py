@@ -11,7 +11,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Protocol
 
-from torchtitan.config.cp_method import CPChoice, resolve_cp_method, seq_len_factor
+from torchtitan.attention.masks import PLAIN, MaskKind
+from torchtitan.config.cp_method import (
+    MASK_BALANCERS,
+    CPChoice,
+    resolve_cp_method,
+    resolve_load_balancer,
+    seq_len_factor,
+)
 from torchtitan.config.job import JobConfig, value_of
 from torchtitan.config.sections import ActivationCheckpoint, Checkpoint, Compile, Parallelism, Training
 from torchtitan.errors import ConfigError, option_error
@@ -54,6 +61,9 @@ _SHARE = Range("it must be from 0 to 1", 0, 1)
 _DECAY = Range("it must be from 0 to below 1", 0, 1, below_high=True)
 
 RANGES = {
+    "model.sliding_window": _COUNT_OR_OFF,
+    "model.attention_chunk_size": _COUNT_OR_OFF,
+    "model.full_attention_every": _COUNT_OR_OFF,
     "training.local_batch_size": _COUNT,
     "training.seq_len": _COUNT,
     "training.steps": _COUNT,
@@ -179,6 +189,13 @@ class ModelShape(Protocol):
     def num_heads(self) -> int: ...
     @property
     def num_kv_heads(self) -> int: ...
+    @property
+    def layer_kinds(self) -> tuple[MaskKind, ...]: ...
+
+
+def is_plain_causal(config: JobConfig, layer_kinds: tuple[MaskKind, ...]) -> bool:
+    """Return whether every token attends to all before it in its sequence, in all layers."""
+    return config.model.attn_mask == "causal" and set(layer_kinds) == {PLAIN}
 
 
 def check(config: JobConfig, *, world_size: int, ranks_per_node: int, device_type: str, model: ModelShape) -> None:
@@ -189,18 +206,22 @@ def check(config: JobConfig, *, world_size: int, ranks_per_node: int, device_typ
     resolve_global_batch_size(config.training, degrees.dp_replicate * degrees.dp_shard)
     _check_context_length(config, model.context_length)
     _check_ulysses(config.parallelism, model.num_heads)
+    plain = is_plain_causal(config, model.layer_kinds)
     choice = resolve_cp_method(
         config.parallelism,
         device_type=device_type,
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         ranks_per_node=ranks_per_node,
+        plain_causal=plain,
     )
-    _check_cut(config, choice, model.context_length)
+    balancer = resolve_load_balancer(config.parallelism, plain_causal=plain)
+    _check_ring(config, choice, balancer, plain)
+    _check_cut(config, choice, balancer, model.context_length)
     _check_gather(config.parallelism, model.num_kv_heads)
     _check_selective(config.activation_checkpoint)
     _check_compile(config.compile, device_type)
-    _check_compiled_ring(config, choice, degrees.cp)
+    _check_compiled_ring(config, choice, balancer, degrees.cp)
     _check_decay(config)
     _check_dtypes(config.training, device_type)
     _check_dataset(config.training)
@@ -227,10 +248,11 @@ def _check_dump_folder(path: str) -> None:
 
 def _check_context_length(config: JobConfig, context_length: int) -> None:
     seq_len = config.training.seq_len
-    if seq_len > context_length:
+    if seq_len > context_length and config.model.attn_mask == "causal":  # else positions are those in documents
         model = f"{config.model.name} {config.model.flavor}"
         fact = f"{seq_len} tokens are more than the context of {context_length} that {model} is made for"
-        rule, remedy = "RoPE knows no positions beyond it", f"use at most {context_length}, or another --model.flavor"
+        rule = "RoPE knows no positions beyond it"
+        remedy = f"use at most {context_length}, another --model.flavor, or --model.attn_mask=document"
         raise option_error("training.seq_len", seq_len, fact, rule, remedy)
 
 
@@ -274,8 +296,36 @@ def _check_compile(section: Compile, device_type: str) -> None:
         raise option_error("compile.backend", section.backend, fact, rule, remedy)
 
 
-def _check_compiled_ring(config: JobConfig, choice: CPChoice, cp: int) -> None:
-    balancer, rounds = config.parallelism.context_parallel_load_balancer, cp // choice.ulysses_degree
+def _check_ring(config: JobConfig, choice: CPChoice, balancer: str, plain_causal: bool) -> None:
+    """Refuse what torch's ring does not know: it would attend by another mask, or to local tokens only."""
+    parallelism, model = config.parallelism, config.model
+    cp, option = parallelism.context_parallel_degree, "parallelism.context_parallel_method"
+    if choice.method != "ring" or cp == choice.ulysses_degree:
+        return
+    remedy = "use gather or auto, or Ulysses on all cp ranks"
+    if not plain_causal:
+        masks = {
+            "attn_mask": "document" if model.attn_mask == "document" else "",
+            "sliding_window": model.sliding_window,
+            "attention_chunk_size": model.attention_chunk_size,
+        }
+        given = " and ".join(f"--model.{name}={value}" for name, value in masks.items() if value)
+        fact = f"{given or model.flavor} is not the plain causal mask"
+        raise option_error(option, "ring", fact, "the ring knows no other", remedy)
+    if model.attn_type != "sdpa":
+        fact, rule = f"--model.attn_type={model.attn_type} is not torch's SDPA", "the ring is made of SDPA's kernels"
+        raise option_error(option, "ring", fact, rule, f"use --model.attn_type=sdpa, or {remedy}")
+    if balancer in MASK_BALANCERS:
+        fact = "torch's ring knows head-tail and plain order only"
+        rule = f"{balancer} deals the tokens out by their masks, in any order"
+        option = "parallelism.context_parallel_load_balancer"
+        raise option_error(
+            option, balancer, fact, rule, "use headtail, or --parallelism.context_parallel_method=gather"
+        )
+
+
+def _check_compiled_ring(config: JobConfig, choice: CPChoice, balancer: str, cp: int) -> None:
+    rounds = cp // choice.ulysses_degree
     if config.compile.enable and choice.method == "ring" and rounds > 1 and balancer == "none":
         # The compiler drops what a rank receives and masks out, and with it the collective that the others wait for.
         fact = "without balancing a rank does not use all that it receives, so compiled ranks would wait for ever"
@@ -284,9 +334,9 @@ def _check_compiled_ring(config: JobConfig, choice: CPChoice, cp: int) -> None:
         raise option_error("parallelism.context_parallel_load_balancer", balancer, fact, rule, remedy)
 
 
-def _check_cut(config: JobConfig, choice: CPChoice, context_length: int) -> None:
+def _check_cut(config: JobConfig, choice: CPChoice, load_balancer: str, context_length: int) -> None:
     seq_len, cp = config.training.seq_len, config.parallelism.context_parallel_degree
-    load_balancer, rounds = config.parallelism.context_parallel_load_balancer, cp // choice.ulysses_degree
+    rounds = cp // choice.ulysses_degree
     balanced = load_balancer == "headtail" and rounds > 1
     factor = seq_len_factor(cp, load_balancer, ulysses_degree=choice.ulysses_degree)
     if seq_len % factor == 0:
@@ -299,9 +349,12 @@ def _check_cut(config: JobConfig, choice: CPChoice, context_length: int) -> None
             f"head-tail balancing cuts a sequence in 2 x {rounds} equal chunks (context_parallel_degree {cp} / "
             f"ulysses {choice.ulysses_degree}), and {cp} ranks get equal parts"
         )
-    lengths = [length for length in _nearest_multiples(seq_len, factor) if int(length) <= context_length]
+    elif load_balancer == "ptrr" and rounds > 1:
+        rule = f"ptrr deals out blocks of 128 tokens, as many to each of {rounds} ranks"
+    longest = context_length if config.model.attn_mask == "causal" else seq_len + factor
+    lengths = [length for length in _nearest_multiples(seq_len, factor) if int(length) <= longest]
     remedies = [_either(lengths)] if lengths else []
-    if balanced and seq_len % cp == 0:
+    if factor > cp and seq_len % cp == 0:
         remedies.append("--parallelism.context_parallel_load_balancer=none")
     remedies.append("another --parallelism.context_parallel_degree")
     fact = f"{seq_len} is not a multiple of {factor}"
@@ -347,6 +400,11 @@ def _check_dataset(training: Training) -> None:
     if training.dataset == "local" and not path:
         fact, rule = "no files are named", "local data is read from --training.dataset_path"
         raise option_error("training.dataset", "local", fact, rule, "give the path of a file or folder")
+    if training.dataset == "c4" and training.packing == "best_fit":
+        fact, rule = "c4 is streamed, so its documents are not known ahead", "best fit chooses among all of an epoch"
+        raise option_error(
+            "training.packing", "best_fit", fact, rule, "use stream, or files by --training.dataset_path"
+        )
     if training.dataset == "c4" and path:
         fact, rule = "c4 is streamed from the hub and would ignore it", "a path is read with --training.dataset=local"
         raise option_error("training.dataset_path", path, fact, rule, "use --training.dataset=local, or drop the path")
@@ -435,6 +493,10 @@ def _idle_groups(config: JobConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield "activation_checkpoint.mode is not selective", ("activation_checkpoint.selective_ac_option",)
     if not config.compile.enable:
         yield "compile.enable is false", ("compile.backend",)
+    if config.model.attn_mask == "causal":
+        yield "model.attn_mask is causal", ("training.position_overflow",)
+    if not config.model.sliding_window and not config.model.attention_chunk_size:
+        yield "no layer has a window or chunks", ("model.full_attention_every",)
     yield from _idle_profiling(config)
     yield from _idle_schedule(config)
     if config.training.dataset == "python_stdlib" and not config.training.dataset_path:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from torchtitan.attention.pieces import PIECEWISE_OP
 from torchtitan.distributed.cp.gather import GATHER_OP
 from torchtitan.distributed.cp.ulysses import EXCHANGE_OP
 
@@ -18,6 +19,7 @@ _KEPT_OPS = {
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    PIECEWISE_OP,
     GATHER_OP,
     EXCHANGE_OP,
 }

@@ -13,10 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan.distributed.cp.torch_private import resolve_group
 
-# torch 2.13 renamed these two; 2.11 has the old names only, and newer ones warn about them.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 @dataclass
 class Traffic:
@@ -46,45 +42,36 @@ def count_traffic() -> Iterator[Traffic]:
         _counting.remove(traffic)
 
 
-class PendingGather:
-    """An all-gather under way."""
+class PendingRows:
+    """An exchange of rows under way."""
 
-    def __init__(self, parts: torch.Tensor, work: Any, own: torch.Tensor) -> None:
-        self.parts = parts
+    def __init__(self, received: torch.Tensor, work: Any, sent: torch.Tensor) -> None:
+        self.received = received
         self.work = work
-        self.own = own  # must live until the collective is done
+        self.sent = sent  # must live until the collective is done
 
     def wait(self) -> torch.Tensor:
-        """Return the parts of all ranks in their order: [ranks, *shape of one]."""
+        """Return the rows that came, those of rank 0 first."""
         self.work.wait()
-        return self.parts
+        return self.received
 
 
-def start_all_gather(own: torch.Tensor, group: dist.ProcessGroup) -> PendingGather:
-    """Begin to gather tensors of one shape from all ranks of `group`."""
-    own = own.contiguous()
-    size = group.size()
-    _record((size - 1) * own.nbytes)
-    parts = torch.empty((size * own.size(0), *own.shape[1:]), dtype=own.dtype, device=own.device)
-    work = _all_gather_single(parts, own, group=group, async_op=True)
-    return PendingGather(parts.unflatten(0, (size, -1)), work, own)
+def start_exchange_rows(
+    rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> PendingRows:
+    """Begin to send the first sent[0] rows to rank 0, the next sent[1] to rank 1, and so on; received: likewise.
 
-
-def reduce_scatter(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum over ranks of the part that is this rank's: [ranks, *shape] -> [*shape].
-
-    gloo's own reduce-scatter is an all-reduce, which sends twice as much; here each part travels once, and the sum is
-    in the order of the ranks.
+    No rank sends rows to itself.
     """
-    parts = parts.contiguous()
-    _record(parts.nbytes - parts[0].nbytes)
-    if parts.device.type == "cuda":
-        own = torch.empty_like(parts[0])
-        _reduce_scatter_single(own, parts.flatten(0, 1), group=group)
-        return own
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
-    return received.sum(0)
+    rows = rows.contiguous()
+    _record(rows.nbytes)
+    came = torch.empty((sum(received), *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+    return PendingRows(came, dist.all_to_all_single(came, rows, received, sent, group=group, async_op=True), rows)
+
+
+def exchange_rows(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Do the same at once, and return the rows that came."""
+    return start_exchange_rows(rows, sent, received, group).wait()
 
 
 def all_to_all(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -9,25 +9,29 @@ from torch import nn
 
 
 class InnerAttention(nn.Module):
-    """Base of what context parallelism hooks: q, k, v [B, H, S, E] in, one output out, by torch's causal SDPA."""
+    """Base of what context parallelism hooks: q, k, v [B, H, S, E] and a mask or None in, one output out.
+
+    Without a mask it is causal, and calls torch's SDPA where the ring is to hook it.
+    """
 
     # Whether forward picks the dtype of its kernel. Under context parallelism the method picks it, block by block, so
     # that K and V travel in their own dtype.
     chooses_kernel_dtype = True
 
 
-def plain_causal(forward: Callable[..., Any]) -> Callable[..., Any]:
+def standard_attention(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Mark an inner attention's forward: softmax(q k^T / sqrt(E)) v under the causal mask and nothing else.
 
-    A method may then compute that in its place. One that overrides a marked forward is not marked.
+    It takes q, k, v, and a `LayerMask` or None. A method may then compute that in its place. One that overrides a
+    marked forward is not marked.
     """
-    forward.is_plain_causal = True  # type: ignore[attr-defined]
+    forward.is_standard_attention = True  # type: ignore[attr-defined]
     return forward
 
 
-def is_plain_causal(module: nn.Module) -> bool:
+def is_standard_attention(module: nn.Module) -> bool:
     """Return whether the forward that the module has now is marked so."""
-    return getattr(module.forward, "is_plain_causal", False)
+    return getattr(module.forward, "is_standard_attention", False)
 
 
 @dataclass(frozen=True)

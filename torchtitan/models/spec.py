@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torchtitan.attention.masks import MaskKind
 from torchtitan.distributed.plan import ParallelPlan
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.init import InitRule
@@ -30,10 +31,16 @@ class ModelArgs(Protocol):
     def context_length(self) -> int:
         """The longest sequence the family's positions are made for, in tokens."""
 
-    def flops_per_token(self, seq_len: int) -> float:
-        """Return model FLOPs (not hardware's) of forward and backward, per token."""
+    @property
+    def layer_kinds(self) -> tuple[MaskKind, ...]:
+        """How far the queries of each layer see back."""
+
+    def flops(self, tokens: int, pairs: int) -> float:
+        """Return model FLOPs (not hardware's) of forward and backward, for query-key pairs summed over the layers."""
 
     def with_vocab_size(self, vocab_size: int) -> "ModelArgs": ...
+    def with_attention(self, *, window: int, chunk: int, full_attention_every: int) -> "ModelArgs":
+        """Return the same model with other masks; see `layer_kinds`."""
 
 
 @dataclass(frozen=True)

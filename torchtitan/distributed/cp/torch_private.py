@@ -10,13 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental._context_parallel import _attention as _torch_cp
-from torch.distributed.tensor.experimental._context_parallel._load_balancer import _HeadTailLoadBalancer
+from torch.distributed.tensor.experimental._context_parallel._load_balancer import (
+    _HeadTailLoadBalancer,
+    _PTRRLoadBalancer,
+)
 from torch.distributed.tensor.parallel import parallelize_module
 
 from torchtitan.tools.device import kernel_dtype
@@ -104,6 +108,11 @@ def register_plan(module: nn.Module, mesh: DeviceMesh) -> None:
 def head_tail_indices(seq_len: int, degree: int, device: torch.device, *, restore: bool) -> torch.Tensor:
     """Return head-tail's permutation of a sequence, or its inverse: int64 [S]."""
     return _HeadTailLoadBalancer(seq_len, degree, device)._generate_indices(restore=restore)[0]
+
+
+def ptrr_groups(costs: np.ndarray, degree: int) -> np.ndarray:
+    """Return torch's round-robin of tasks by cost: int64 [tasks] -> int64 [P, tasks / P], the tasks of each rank."""
+    return _PTRRLoadBalancer.ptrr_scheduling(torch.from_numpy(costs), degree).numpy()
 
 
 def shard(

@@ -18,8 +18,9 @@ def apply_ulysses_in(module: nn.Module, mesh: DeviceMesh) -> None:
     """Have an attention module see all tokens of its exchange group for a share of the heads, in place."""
     group, degree = mesh.get_group().group_name, mesh.size()
 
-    def before(module: nn.Module, qkv: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return heads_for_tokens(*qkv, group=group, degree=degree)
+    def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        q, k, v, *mask = inputs
+        return *heads_for_tokens(q, k, v, group=group, degree=degree), *mask
 
     module.register_forward_pre_hook(before)
 
@@ -28,7 +29,7 @@ def apply_ulysses_out(module: nn.Module, mesh: DeviceMesh) -> None:
     """Have the output of an attention module go back to where its tokens came from, in place."""
     group, degree = mesh.get_group().group_name, mesh.size()
 
-    def after(module: nn.Module, qkv: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+    def after(module: nn.Module, inputs: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
         return tokens_for_heads(out, group=group, degree=degree)
 
     module.register_forward_hook(after)

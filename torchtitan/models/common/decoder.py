@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtitan.attention.masks import PLAIN, AttentionMasks, LayerMask
+from torchtitan.attention.plan import whole_masks
+from torchtitan.errors import TitanError
 from torchtitan.models.common.attention import Attention
 from torchtitan.models.common.embedding import Embedding
 from torchtitan.models.common.feed_forward import FeedForward
@@ -29,9 +32,9 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = RMSNorm(dim, eps=norm_eps)
         self.feed_forward = feed_forward
 
-    def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-        """Return the block's output: [B, S, D] with rotations [B, 1, S, E/2] -> [B, S, D]."""
-        x = x + self.attention(self.attention_norm(x), turn)
+    def forward(self, x: torch.Tensor, turn: torch.Tensor, mask: LayerMask | None = None) -> torch.Tensor:
+        """Return the block's output: [B, S, D] with rotations [B, 1, S, E/2] -> [B, S, D]; no mask: plain causal."""
+        x = x + self.attention(self.attention_norm(x), turn, mask)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
@@ -61,17 +64,38 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(dim, eps=norm_eps)
         self.output = OutputHead(dim, vocab_size)
         self.frequencies = frequencies
+        self.layer_kinds = tuple(block.attention.kind for block in blocks)
         if tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
-    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return hidden states: int [B, S], int [B, S] -> [B, S, D]."""
+    def get_attention_masks(
+        self, document_starts: torch.Tensor | None, positions: torch.Tensor
+    ) -> AttentionMasks | None:
+        """Return what `forward` needs to attend as the model and the documents say; None: plain causal everywhere.
+
+        `document_starts` int [B, S]: in its row, the first token of each token's document; None: a row is a document.
+        `positions` int [B, S]: in the document. Both are of whole sequences.
+        """
+        return whole_masks(document_starts, positions, self.layer_kinds)
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, masks: AttentionMasks | None = None
+    ) -> torch.Tensor:
+        """Return hidden states: int [B, S], int [B, S] -> [B, S, D].
+
+        Raises:
+            TitanError: some layers have a window or chunks, and there are no masks.
+        """
+        if masks is None and set(self.layer_kinds) != {PLAIN}:
+            raise TitanError("the model has layers with a window or chunks: give it what get_attention_masks returns")
         x = self.tok_embeddings(tokens)
         turn = rotation(positions, self.frequencies(positions.device))
-        for block in self.layers.values():
-            x = block(x, turn)
+        for block, kind in zip(self.layers.values(), self.layer_kinds, strict=True):
+            x = block(x, turn) if masks is None else block(x, turn, masks.layers[kind])
         return self.norm(x)
 
-    def logits(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def logits(
+        self, tokens: torch.Tensor, positions: torch.Tensor, masks: AttentionMasks | None = None
+    ) -> torch.Tensor:
         """Return logits [B, S, V], for tests and generation."""
-        return self.output(self(tokens, positions))
+        return self.output(self(tokens, positions, masks))

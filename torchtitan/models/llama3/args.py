@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from torchtitan.models.common.flops import decoder_flops_per_token
+from torchtitan.attention.masks import MaskKind, layer_kinds
+from torchtitan.models.common.flops import decoder_flops
 from torchtitan.models.common.rope import RoPEScaling
 
 
@@ -22,6 +23,9 @@ class Llama3Args:
     rope_scaling: RoPEScaling | None = None
     tie_embeddings: bool = False
     context_length: int = 131072  # tokens
+    window: int = 0  # tokens that a layer attends to; 0: no limit
+    chunk: int = 0  # tokens of a chunk that attention does not leave; 0: none
+    full_attention_every: int = 0  # every so many layers one has neither; 0: none
 
     @property
     def width_per_head(self) -> int:
@@ -32,12 +36,21 @@ class Llama3Args:
         """Return the same model with another vocabulary."""
         return replace(self, vocab_size=vocab_size)
 
-    def flops_per_token(self, seq_len: int) -> float:
-        """Return model FLOPs of forward and backward, per token."""
+    def with_attention(self, *, window: int, chunk: int, full_attention_every: int) -> "Llama3Args":
+        """Return the same model with other masks."""
+        return replace(self, window=window, chunk=chunk, full_attention_every=full_attention_every)
+
+    @property
+    def layer_kinds(self) -> tuple[MaskKind, ...]:
+        """Return how far the queries of each layer see back."""
+        return layer_kinds(self.num_layers, MaskKind(self.window, self.chunk), self.full_attention_every)
+
+    def flops(self, tokens: int, pairs: int) -> float:
+        """Return model FLOPs of forward and backward, for query-key pairs summed over the layers."""
         attention = self.dim * self.width_per_head * 2 * (self.num_heads + self.num_kv_heads)
         feed_forward = 3 * self.dim * self.hidden_dim
         matrices = self.num_layers * (attention + feed_forward) + self.dim * self.vocab_size
-        return decoder_flops_per_token(matrices, self.num_layers, self.num_heads * self.width_per_head, seq_len)
+        return decoder_flops(matrices, self.num_heads * self.width_per_head, tokens, pairs)
 
 
 def _scaling(factor: float) -> RoPEScaling:

@@ -1,4 +1,4 @@
-"""How much of causal attention this rank computes, from the shapes at the kernels' calls."""
+"""How much of attention this rank computes, from the shapes at the kernels' calls."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,10 +23,16 @@ class AttentionWork:
 _counting: list[AttentionWork] = []  # of the counts in progress: nothing but what is counted depends on it
 
 
-def record_pairs(batch_and_heads: int, queries: int, start: int) -> None:
-    """Count queries that start at token `start` and attend to all tokens up to their own."""
+def record_pairs(batch_and_heads: int, queries: int, start: int, window: int) -> None:
+    """Count queries that start at key `start` and attend to all up to their own, or the last `window` (0: all)."""
     for work in _counting:
-        work.pairs += batch_and_heads * (queries * start + queries * (queries + 1) // 2)
+        work.pairs += batch_and_heads * (_pairs(start + queries, window) - _pairs(start, window))
+
+
+def _pairs(queries: int, window: int) -> int:
+    """Return the pairs of the first `queries` queries."""
+    within = min(queries, window) if window else queries
+    return within * (within + 1) // 2 + (queries - within) * window
 
 
 @contextmanager
