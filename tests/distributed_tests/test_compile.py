@@ -69,6 +69,42 @@ def test_hybrid_methods_compile_too() -> None:
             assert (first, third) == (1, 1) and worst < 1e-6, name
 
 
+def _compiled_masks(cases: dict[str, list[Case]]) -> dict[str, tuple[list[int], float]]:
+    """Return per list of cases, one a step: graphs after each step, and the largest error against eager."""
+    results = {}
+    for name, steps in cases.items():
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        eager, dims = build_split_model(steps[0])
+        model, compiled_dims = build_split_model(steps[0].on(compile_backend=counter))  # type: ignore[arg-type]
+        graphs, worst = [], 0.0
+        for case in steps:
+            expected, found = _gradients(eager, dims, case), _gradients(model, compiled_dims, case)
+            graphs.append(counter.frame_count)
+            worst = max(worst, *(error(found[each], expected[each]) for each in expected))
+        results[name] = graphs, worst
+    return results
+
+
+_DOCUMENTS = ((((7, 30, 27), (1, 1, 62))), ((64,), (64,)), ((32, 32), (10, 54)), ((1,) * 64, (63, 1)))
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_documents_of_any_number_are_one_graph(cp: int) -> None:
+    """The tables of a mask are as long as its documents need; a window is a number, so its layers have a graph apart."""
+    base = _BASE.on(cp=cp, method="gather", load_balancer="greedy" if cp > 1 else "none")
+    windows = replace(base.args, window=16, full_attention_every=2)
+    cases = {
+        "documents": [base.on(documents=documents) for documents in _DOCUMENTS],
+        "windows": [base.on(documents=documents, args=windows) for documents in _DOCUMENTS],
+        "recomputed": [base.on(documents=each, activation_checkpoint="selective") for each in _DOCUMENTS],
+    }
+    for rank in run_ranks(cp, _compiled_masks, cases):
+        for name, (graphs, worst) in rank.items():
+            assert graphs == [2 if name == "windows" else 1] * len(graphs), name
+            assert worst < 1e-6, name
+
+
 def _some_hooked(cases: list[Case]) -> list[tuple[float, float]]:
     """Compile a model of which half of the layers have context parallelism, after one of the same shapes without."""
     results = []

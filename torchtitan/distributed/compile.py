@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 import torch._dynamo
+from torch._dynamo.decorators import mark_unbacked
 from torch import nn
 
+from torchtitan.attention.masks import LayerMask
 from torchtitan.distributed.context_parallel import cp_compile_scope
 
 
@@ -25,7 +27,18 @@ def apply_compile(blocks: Iterable[nn.Module], backend: str) -> None:
 
 def _within_scope(block: nn.Module, compiled: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def forward(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        for mask in args:
+            if isinstance(mask, LayerMask):
+                _let_lengths_vary(mask)
         with cp_compile_scope(block, x.dtype):
             return compiled(x, *args)
 
     return forward
+
+
+def _let_lengths_vary(mask: LayerMask) -> None:
+    """Have one graph serve every batch: how long the tables are depends on its documents."""
+    for name, dim in (("pieces", 0), ("take", 1), ("slots", 0), ("send", 0)):
+        table = getattr(mask, name)
+        if table.ndim > dim:
+            mark_unbacked(table, dim)
