@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from torch._dynamo.decorators import mark_unbacked
 from torch import nn
+from torch._dynamo.decorators import mark_unbacked
 
 from torchtitan.attention.masks import LayerMask
 from torchtitan.distributed.context_parallel import cp_compile_scope

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
+
+from torchtitan.attention.masks import LayerMask
 
 
 class InnerAttention(nn.Module):
@@ -18,12 +21,16 @@ class InnerAttention(nn.Module):
     # that K and V travel in their own dtype.
     chooses_kernel_dtype = True
 
+    def prepare(self, mask: LayerMask, device: torch.device) -> Any:
+        """Return the mask as this module's kernel takes it; called once for all layers of a kind, never compiled."""
+        return mask
+
 
 def standard_attention(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Mark an inner attention's forward: softmax(q k^T / sqrt(E)) v under the causal mask and nothing else.
 
-    It takes q, k, v, and a `LayerMask` or None. A method may then compute that in its place. One that overrides a
-    marked forward is not marked.
+    It takes q, k, v, and a prepared `LayerMask` or None. A method may then compute that in its place. One that
+    overrides a marked forward is not marked.
     """
     forward.is_standard_attention = True  # type: ignore[attr-defined]
     return forward

@@ -65,6 +65,7 @@ def apply_gather(module: nn.Module, settings: GatherSettings) -> None:
         return gather_attention(q, k, v, tables, window, *settings.arguments())[0]
 
     module.forward = forward
+    module.prepare = lambda mask, device: mask  # type: ignore[assignment]
 
 
 @library.custom_op("torchtitan::gather_attention", mutates_args=())

@@ -4,12 +4,12 @@ Letters: B batch, S sequence, D model, V vocabulary, E head dim.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from torchtitan.attention.masks import PLAIN, AttentionMasks, LayerMask
+from torchtitan.attention.masks import PLAIN, AttentionMasks, MaskKind
 from torchtitan.attention.plan import whole_masks
 from torchtitan.errors import TitanError
 from torchtitan.models.common.attention import Attention
@@ -32,7 +32,7 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = RMSNorm(dim, eps=norm_eps)
         self.feed_forward = feed_forward
 
-    def forward(self, x: torch.Tensor, turn: torch.Tensor, mask: LayerMask | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, turn: torch.Tensor, mask: Any = None) -> torch.Tensor:
         """Return the block's output: [B, S, D] with rotations [B, 1, S, E/2] -> [B, S, D]; no mask: plain causal."""
         x = x + self.attention(self.attention_norm(x), turn, mask)
         return x + self.feed_forward(self.ffn_norm(x))
@@ -90,8 +90,12 @@ class Decoder(nn.Module):
             raise TitanError("the model has layers with a window or chunks: give it what get_attention_masks returns")
         x = self.tok_embeddings(tokens)
         turn = rotation(positions, self.frequencies(positions.device))
+        prepared: dict[MaskKind, Any] = {}
         for block, kind in zip(self.layers.values(), self.layer_kinds, strict=True):
-            x = block(x, turn) if masks is None else block(x, turn, masks.layers[kind])
+            if masks is not None and kind not in prepared:
+                inner = cast(TransformerBlock, block).attention.inner_attention
+                prepared[kind] = inner.prepare(masks.layers[kind], x.device)
+            x = block(x, turn, prepared[kind]) if prepared else block(x, turn)
         return self.norm(x)
 
     def logits(
