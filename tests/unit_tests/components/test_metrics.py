@@ -18,27 +18,31 @@ from torchtitan.config.sections import Metrics
 
 _KEYS = {
     "step", "loss", "loss_hex", "loss_max", "grad_norm", "grad_norm_hex", "lr", "tokens_seen", "tokens_per_second",
-    "tflops", "mfu", "memory_gib", "data_share", "seconds_per_step",
+    "tflops", "mfu", "memory_gib", "data_share", "attention_balance", "kv_travelled", "seconds_per_step",
 }  # fmt: skip
 
 
 def _logger(folder: Path, section: Metrics = Metrics(log_freq=1), **changes: Any) -> MetricsLogger:  # noqa: B008
     values: dict[str, Any] = {
-        "writes": True, "num_devices": 2, "flops_per_token": 1e6, "peak_flops": None, "device": torch.device("cpu"),
+        "writes": True, "num_devices": 2, "peak_flops": None, "device": torch.device("cpu"),
         "num_steps": 5,
     }  # fmt: skip
     return MetricsLogger(section, folder, **{**values, **changes})
 
 
-def _log(metrics: MetricsLogger, step: int, loss: float = 0.1, last: bool = False) -> None:
-    metrics.log(step, loss=loss, loss_max=0.2, grad_norm=1 / 3, lr=1e-3, tokens=100, tokens_seen=100 * step, last=last)
+def _log(metrics: MetricsLogger, step: int, **changes: Any) -> None:
+    values: dict[str, Any] = {
+        "loss": 0.1, "loss_max": 0.2, "grad_norm": 1 / 3, "lr": 1e-3, "tokens": 100, "tokens_seen": 100 * step,
+        "flops": 1e8, "attention_balance": 1.25, "kv_travelled": 0.5, "last": False,
+    }  # fmt: skip
+    metrics.log(step, **{**values, **changes})
 
 
-def _steps(metrics: MetricsLogger, count: int, seconds: float = 0.0) -> None:
+def _steps(metrics: MetricsLogger, count: int, seconds: float = 0.0, **changes: Any) -> None:
     for step in range(1, count + 1):
         metrics.start_step()
         time.sleep(seconds)
-        _log(metrics, step, last=step == count)
+        _log(metrics, step, last=step == count, **changes)
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
@@ -52,6 +56,12 @@ def test_a_row_holds_exact_values(tmp_path: Path) -> None:
     assert float.fromhex(row["loss_hex"]) == 0.1 == row["loss"]
     assert float.fromhex(row["grad_norm_hex"]) == 1 / 3
     assert row["mfu"] is None
+    assert (row["attention_balance"], row["kv_travelled"]) == (1.25, 0.5)
+
+
+def test_a_row_of_masks_that_nobody_planned(tmp_path: Path) -> None:
+    _steps(_logger(tmp_path), 1, kv_travelled=None)
+    assert _rows(tmp_path)[0]["kv_travelled"] is None
 
 
 def test_log_freq_and_the_first_and_last_step(tmp_path: Path) -> None:
@@ -60,19 +70,24 @@ def test_log_freq_and_the_first_and_last_step(tmp_path: Path) -> None:
 
 
 def test_rates_are_of_the_steps_alone(tmp_path: Path) -> None:
-    """Breaks when saving a checkpoint between steps slows the reported rate, or tokens of skipped rows are lost."""
-    metrics = _logger(tmp_path, Metrics(log_freq=2), peak_flops=1e9)
+    """Breaks when saving a checkpoint between steps slows the reported rate, or what skipped rows did is lost.
+
+    The last row is of steps 2 and 3, whose masks allow unequal work.
+    """
+    metrics = _logger(tmp_path, Metrics(log_freq=4), peak_flops=1e9)
     for step in (1, 2, 3):
         metrics.start_step()
         with metrics.data_loading():
             time.sleep(0.02)
         time.sleep(0.02)
-        _log(metrics, step, last=step == 3)
+        _log(metrics, step, flops=step * 1e8, last=step == 3)
         time.sleep(0.2)
-    last = _rows(tmp_path)[-1]
+    first, last = _rows(tmp_path)
+    assert (first["step"], last["step"]) == (1, 3)
+    assert first["tflops"] == pytest.approx(1e8 / first["seconds_per_step"] / 2 / 1e12)
     assert 0.04 <= last["seconds_per_step"] < 0.15
     assert last["tokens_per_second"] == pytest.approx(100 / last["seconds_per_step"])
-    assert last["tflops"] == pytest.approx(last["tokens_per_second"] / 2 * 1e6 / 1e12)
+    assert last["tflops"] == pytest.approx((2e8 + 3e8) / (2 * last["seconds_per_step"]) / 2 / 1e12)
     assert last["mfu"] == pytest.approx(100 * last["tflops"] * 1e12 / 1e9)
     assert 0.2 < last["data_share"] < 0.8
 
@@ -130,6 +145,7 @@ def test_tensorboard_has_the_tags_of_peoples_boards_though_the_run_died(tmp_path
     tags = {
         "loss_metrics/global_avg_loss", "loss_metrics/global_max_loss", "grad_norm", "throughput(tps)", "tflops",
         "lr", "n_tokens_seen", "time_metrics/end_to_end(s)", "time_metrics/data_loading(%)", "memory/max_gib",
+        "attention/balance", "attention/kv_travelled",
     }  # fmt: skip
     assert tags == set(events.Tags()["scalars"])  # no mfu(%): the peak is not known
     assert [len(events.Scalars(tag)) for tag in tags] == [2] * len(tags)
@@ -143,7 +159,8 @@ class _FakeRun:
         self.calls: list[Any] = [given]
 
     def log(self, values: dict[str, float], step: int) -> None:
-        self.calls.append((step, values["loss_metrics/global_avg_loss"], "mfu(%)" in values))
+        known = [tag for tag in ("mfu(%)", "attention/balance", "attention/kv_travelled") if tag in values]
+        self.calls.append((step, values["loss_metrics/global_avg_loss"], known))
 
     def finish(self) -> None:
         self.calls.append("finished")
@@ -157,6 +174,7 @@ def test_wandb_gets_the_same_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "wandb", module)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     metrics = _logger(tmp_path, Metrics(log_freq=1, enable_wandb=True), peak_flops=1e9)
-    _steps(metrics, 1)
+    _steps(metrics, 1, kv_travelled=None)  # is left out
     metrics.close()
-    assert runs[0].calls == [{"project": "mine", "dir": str(tmp_path)}, (1, 0.1, True), "finished"]
+    tags = ["mfu(%)", "attention/balance"]
+    assert runs[0].calls == [{"project": "mine", "dir": str(tmp_path)}, (1, 0.1, tags), "finished"]

@@ -130,7 +130,12 @@ def test_a_file_with_a_wrong_value(tmp_path: Path, line: str, message: str) -> N
         ),
         ("--compile.backend=eager", "it must be one of inductor, aot_eager"),
         ("--parallelism.context_parallel_method=flex", "it must be one of ring, gather, auto"),
-        ("--parallelism.context_parallel_load_balancer=zigzag", "it must be one of headtail, none"),
+        (
+            "--parallelism.context_parallel_load_balancer=zigzag",
+            "it must be one of auto, headtail, none, per_document, ptrr, greedy",
+        ),
+        ("--model.attn_mask=block_causal", "it must be one of causal, document"),
+        ("--model.attn_type=flash", "it must be one of sdpa, flex, varlen"),
         ("--training.lr=1", "--training.lr=1: unknown option; did you mean optimizer.lr?"),
         (
             "--profiling.save_trace_folder=x",  # and not metrics.save_tb_folder, which is as near but elsewhere

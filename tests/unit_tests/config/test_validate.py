@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchtitan.attention.masks import PLAIN, MaskKind
 from torchtitan.config.job import OPTIONS, JobConfig
 from torchtitan.config.parse import load_config
 from torchtitan.config.sections import Job, Parallelism, Training
@@ -42,9 +43,15 @@ def config_of(**options: Any) -> JobConfig:
     return config
 
 
-def run_check(config: JobConfig, world_size: int = 1, device_type: str = "cpu", context_length: int = 131072) -> None:
+def run_check(
+    config: JobConfig,
+    world_size: int = 1,
+    device_type: str = "cpu",
+    context_length: int = 131072,
+    layer_kinds: tuple[MaskKind, ...] = (PLAIN,),
+) -> None:
     """Check with what most tests do not care about filled in."""
-    model = SimpleNamespace(context_length=context_length, num_heads=8, num_kv_heads=2)
+    model = SimpleNamespace(context_length=context_length, num_heads=8, num_kv_heads=2, layer_kinds=layer_kinds)
     check(config, world_size=world_size, ranks_per_node=world_size, device_type=device_type, model=model)
 
 
@@ -232,9 +239,32 @@ def test_rope_limit_names_both_lengths() -> None:
     config = config_of(training__seq_len=256, parallelism__context_parallel_degree=2)
     assert refusal(config, world_size=2, context_length=128) == (
         "--training.seq_len=256: 256 tokens are more than the context of 128 that llama3 debugmodel is made for; RoPE "
-        "knows no positions beyond it; use at most 128, or another --model.flavor"
+        "knows no positions beyond it; use at most 128, another --model.flavor, or --model.attn_mask=document"
     )
     run_check(replace(config, training=replace(config.training, seq_len=128)), world_size=2, context_length=128)
+
+
+@pytest.mark.parametrize("seq_len", [256, 131072])
+def test_documents_fit_the_context_each_by_itself(seq_len: int) -> None:
+    """A row may be longer than the context where positions begin anew in it; the loader sees to the documents."""
+    config = config_of(training__seq_len=seq_len, model__attn_mask="document")
+    run_check(config, context_length=128)
+    assert "more than the context of 128" in refusal(config_of(training__seq_len=seq_len), context_length=128)
+    window = (MaskKind(window=64),)  # bounds how far a token sees, not its position
+    assert "more than the context of 128" in refusal(
+        config_of(training__seq_len=seq_len, model__sliding_window=64), context_length=128, layer_kinds=window
+    )
+
+
+def test_lengths_beyond_the_context_are_proposed_for_documents() -> None:
+    config = config_of(
+        training__seq_len=1023,
+        model__attn_mask="document",
+        parallelism__context_parallel_degree=2,
+        parallelism__context_parallel_method="gather",
+    )
+    assert "; use 1022 or 1024, or another --parallelism" in refusal(config, world_size=2, context_length=128)
+    run_check(replace(config, training=replace(config.training, seq_len=1024)), world_size=2, context_length=128)
 
 
 def outside(option: str) -> list[float]:
@@ -282,6 +312,9 @@ def test_a_mean_that_never_moves_is_refused(option: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [
+        ("model.sliding_window", 0),
+        ("model.attention_chunk_size", 0),
+        ("model.full_attention_every", 0),
         ("training.max_norm", 0.0),
         ("training.num_workers", 0),
         ("training.loss_chunk_tokens", 0),
@@ -368,6 +401,16 @@ def test_streamed_data_has_no_path(tmp_path: Path) -> None:
         f"--training.dataset_path={tmp_path}: c4 is streamed from the hub and would ignore it; a path is read with "
         "--training.dataset=local; use --training.dataset=local, or drop the path"
     )
+
+
+def test_streamed_data_cannot_be_packed_by_best_fit() -> None:
+    config = config_of(training__dataset="c4", training__packing="best_fit")
+    assert refusal(config) == (
+        "--training.packing=best_fit: c4 is streamed, so its documents are not known ahead; best fit chooses among all "
+        "of an epoch; use stream, or files by --training.dataset_path"
+    )
+    run_check(config_of(training__dataset="c4", training__packing="stream"))
+    run_check(config_of(training__packing="best_fit"))
 
 
 @pytest.mark.parametrize("dataset", ["local", "python_stdlib"])
@@ -471,6 +514,14 @@ def test_wandb_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
             ["--training.dataset_text_field=body"],
             "No effect of training.dataset_text_field: training.dataset is python_stdlib",
         ),
+        (
+            ["--model.full_attention_every=2"],
+            "No effect of model.full_attention_every: no layer has a window or chunks",
+        ),
+        (
+            ["--training.position_overflow=restart"],
+            "No effect of training.position_overflow: model.attn_mask is causal",
+        ),
         (["--training.steps=200"], "The warm-up of 200 steps lasts for all 200: the rate stays below optimizer.lr"),
     ],
 )
@@ -494,6 +545,9 @@ def test_decay_after_the_end_is_noted() -> None:
         ["--profiling.enable_profiling", "--profiling.profile_freq=3", "--profiling.save_traces_folder=x"],
         ["--checkpoint.folder=checkpoint", "--parallelism.context_parallel_rotate_method=allgather"],  # the defaults
         ["--training.dataset=c4", "--training.dataset_text_field=body"],
+        ["--model.sliding_window=128", "--model.full_attention_every=2"],
+        ["--model.attention_chunk_size=128", "--model.full_attention_every=2"],
+        ["--model.attn_mask=document", "--training.position_overflow=restart"],
     ],
 )
 def test_values_with_effect_are_not_noted(argv: list[str]) -> None:

@@ -78,7 +78,7 @@ def test_parameter_counts_are_the_published_ones(flavor: str, count: int) -> Non
 
 
 def _counted_flops(args: Llama3Args, seq_len: int, *, dense: bool) -> float:
-    """Return what torch counts per token; it counts the CPU's attention kernel as 0, and dense attention in full."""
+    """Return what torch counts for a row; it counts the CPU's attention kernel as 0, and dense attention in full."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model = build_llama3(args)
@@ -90,16 +90,20 @@ def _counted_flops(args: Llama3Args, seq_len: int, *, dense: bool) -> float:
     positions = torch.arange(seq_len, dtype=torch.int32)[None]
     with FlopCounterMode(display=False) as counter:
         model.logits(tokens, positions).sum().backward()
-    return counter.get_total_flops() / seq_len
+    return counter.get_total_flops()
 
 
 @pytest.mark.parametrize("args", [replace(T0, num_layers=3), replace(T0, head_dim=16), replace(T0, num_kv_heads=8)])
-def test_flops_are_those_of_the_matrix_products_with_half_the_attention(args: Llama3Args) -> None:
-    """Causal attention needs (S + 1) / 2 of the S products per query that dense attention makes."""
+def test_flops_are_those_of_the_matrix_products_and_of_the_pairs_that_masks_allow(args: Llama3Args) -> None:
+    """Dense attention makes a product for each of S x S pairs and layer; only those that are allowed count."""
     for seq_len in (32, 64):
         matrices = _counted_flops(args, seq_len, dense=False)
         attention = _counted_flops(args, seq_len, dense=True) - matrices
-        assert args.flops_per_token(seq_len) == matrices + attention * (seq_len + 1) / (2 * seq_len)
+        causal, dense = seq_len * (seq_len + 1) // 2, seq_len**2
+        assert args.flops(seq_len, args.num_layers * dense) == matrices + attention
+        assert args.flops(seq_len, args.num_layers * causal) == matrices + attention * causal / dense
+        assert args.flops(seq_len, 0) == matrices
+        assert args.flops(3 * seq_len, 5) == 3 * matrices + attention * 5 / (args.num_layers * dense)
 
 
 def test_a_parameter_without_a_rule_is_an_error() -> None:
