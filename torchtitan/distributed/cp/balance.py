@@ -34,7 +34,7 @@ def balanced_order(
     `documents` are the documents alone; `layers` every kind of mask and in how many layers it is.
     """
     batch, seq_len = documents.starts.shape
-    if load_balancer in ("none", "headtail"):
+    if load_balancer in ("none", "headtail") or degree == 1:
         row = head_tail(seq_len, degree if load_balancer == "headtail" else 1)
         return np.broadcast_to(row, (batch, seq_len)).copy()
     if load_balancer == "per_document":
