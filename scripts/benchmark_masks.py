@@ -3,8 +3,8 @@
     python scripts/benchmark_masks.py [--seq-len 131072] [--degree 8] [--balancers greedy,headtail] [--window 0]
 
 Documents of log-normal lengths fill one row, for eight seeds each. All of it is done where microbatches are made, ahead
-of the step. Times are medians on one core, memory is the largest that numpy and torch allocated meanwhile; beside them
-what the plan is worth: the most work of a rank over the mean, and the share of other ranks' keys and values that travel.
+of the step. Times are medians on one core, memory is the largest that numpy allocated meanwhile; beside them what the
+plan is worth: the most work of a rank over the mean, and the share of other ranks' keys and values that travel.
 """
 
 import argparse

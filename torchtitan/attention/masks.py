@@ -7,8 +7,10 @@ is ever needed. Letters: B batch, S tokens of whole sequences, L layers.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 
@@ -65,6 +67,25 @@ class MaskWork:
     remote: int  # tokens of other ranks, of each rank
 
 
+class Sight:
+    """What each token sees under one kind of mask; all fields int64 [B, S]."""
+
+    def __init__(self, document_starts: np.ndarray, positions: np.ndarray, kind: MaskKind) -> None:
+        tokens = np.arange(document_starts.shape[1])
+        begins = document_starts == tokens
+        if kind.chunk:
+            begins |= positions % kind.chunk == 0
+        begins[:, 0] = True
+        self.starts = np.maximum.accumulate(np.where(begins, tokens, 0), axis=1)  # of each token's segment
+        later = np.where(begins, tokens, len(tokens))[:, 1:]
+        later = np.concatenate([later, np.full((len(later), 1), len(tokens))], axis=1)
+        self.ends = np.minimum.accumulate(later[:, ::-1], axis=1)[:, ::-1]
+        self.first = self.starts  # the first token that it sees
+        if kind.window:
+            self.first = np.maximum(self.starts, tokens - kind.window + 1)
+        self.pairs = tokens - self.first + 1  # how many it sees
+
+
 @dataclass(frozen=True)
 class AttentionMasks:
     """The masks of one microbatch, for every kind of layer: documents are the same for all."""
@@ -75,6 +96,12 @@ class AttentionMasks:
     layers: Mapping[MaskKind, LayerMask]  # empty until planned
     order: torch.Tensor | None = None  # int64 [B, S]: tokens in the order in which the cp ranks hold them
     work: MaskWork | None = None
+
+    @cached_property
+    def sights(self) -> dict[MaskKind, Sight]:
+        """Return what each token sees, by kind, in the order of the layers."""
+        starts, positions = self.document_starts.numpy(), self.positions.numpy()
+        return {kind: Sight(starts, positions, kind) for kind in dict.fromkeys(self.layer_kinds)}
 
     def to(self, device: torch.device) -> "AttentionMasks":
         """Return the masks with the tables that move data on `device`."""

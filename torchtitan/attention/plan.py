@@ -11,29 +11,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from torchtitan.attention.masks import PLAIN, AttentionMasks, LayerMask, MaskKind, MaskWork
+from torchtitan.attention.masks import PLAIN, AttentionMasks, LayerMask, MaskKind, MaskWork, Sight
 from torchtitan.errors import TitanError
 
 KEY_SPLIT = 512  # columns that the CPU kernel walks at a time; a row's bits depend on where its splits lie
-
-
-class Sight:
-    """What each token sees under one kind of mask; all fields int64 [B, S]."""
-
-    def __init__(self, document_starts: np.ndarray, positions: np.ndarray, kind: MaskKind) -> None:
-        tokens = np.arange(document_starts.shape[1])
-        begins = document_starts == tokens
-        if kind.chunk:
-            begins |= positions % kind.chunk == 0
-        begins[:, 0] = True
-        self.starts = np.maximum.accumulate(np.where(begins, tokens, 0), axis=1)  # of each token's segment
-        later = np.where(begins, tokens, len(tokens))[:, 1:]
-        later = np.concatenate([later, np.full((len(later), 1), len(tokens))], axis=1)
-        self.ends = np.minimum.accumulate(later[:, ::-1], axis=1)[:, ::-1]
-        self.first = self.starts  # the first token that it sees
-        if kind.window:
-            self.first = np.maximum(self.starts, tokens - kind.window + 1)
-        self.pairs = tokens - self.first + 1  # how many it sees
 
 
 def plan_masks(masks: AttentionMasks, order: np.ndarray, degree: int, rank: int) -> AttentionMasks:
@@ -41,16 +22,15 @@ def plan_masks(masks: AttentionMasks, order: np.ndarray, degree: int, rank: int)
 
     `order` [B, S] has the tokens of rank 0 first, then those of rank 1, and so on.
     """
-    starts, positions = masks.document_starts.numpy(), masks.positions.numpy()
     layers, pairs, needed = {}, np.zeros(degree, np.int64), np.zeros(degree, np.int64)
     for kind, count in Counter(masks.layer_kinds).items():
-        sight = Sight(starts, positions, kind)
+        sight = masks.sights[kind]
         layers[kind], kind_needed = plan_layer(sight, kind.window, order, degree, rank)
         needed += count * kind_needed
         pairs += count * np.take_along_axis(sight.pairs, order, 1).reshape(-1, degree, order.shape[1] // degree).sum(
             (0, 2)
         )
-    remote = len(masks.layer_kinds) * starts.size // degree * (degree - 1)
+    remote = len(masks.layer_kinds) * order.size // degree * (degree - 1)
     work = MaskWork(torch.from_numpy(pairs), torch.from_numpy(needed), remote)
     return replace(masks, layers=layers, order=torch.from_numpy(order), work=work)
 
@@ -107,7 +87,7 @@ def _needed(
     steps = np.zeros((batch, degree, seq_len + 1), np.int32)
     np.add.at(steps, (row, owner, first), 1)
     np.add.at(steps, (row, owner, end), -1)
-    return np.cumsum(steps, axis=2)[..., :seq_len] > 0
+    return np.cumsum(steps, axis=2, dtype=np.int32)[..., :seq_len] > 0
 
 
 def _exchange(

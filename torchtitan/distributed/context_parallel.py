@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan.attention.masks import PLAIN, AttentionMasks, LayerMask, MaskKind
-from torchtitan.attention.plan import Sight, plan_masks, whole_masks
+from torchtitan.attention.masks import AttentionMasks, LayerMask, MaskKind
+from torchtitan.attention.plan import plan_masks, whole_masks
 from torchtitan.config.cp_method import LOAD_BALANCERS, MASK_BALANCERS, seq_len_factor
 from torchtitan.distributed.cp import torch_private
 from torchtitan.distributed.cp.balance import balanced_order, head_tail
@@ -204,11 +204,8 @@ class MaskPlanner:
 
 def cp_order(masks: AttentionMasks, degree: int, load_balancer: str) -> np.ndarray:
     """Return the order in which `degree` ranks of a method hold the tokens: int64 [B, S], rank 0's first."""
-    starts, positions = masks.document_starts.numpy(), masks.positions.numpy()
-    layers = [
-        (Sight(starts, positions, kind), masks.layer_kinds.count(kind)) for kind in dict.fromkeys(masks.layer_kinds)
-    ]
-    return balanced_order(load_balancer, Sight(starts, positions, PLAIN), layers, degree)
+    layers = [(sight, masks.layer_kinds.count(kind)) for kind, sight in masks.sights.items()]
+    return balanced_order(load_balancer, masks.document_starts.numpy(), layers, degree)
 
 
 def cp_unshard(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from torchtitan.attention.plan import Sight
+from torchtitan.attention.masks import Sight
 from torchtitan.distributed.cp.torch_private import ptrr_groups
 
 # Of `greedy`: tokens of a block at most, and blocks per rank at least where a rank has so many tokens.
@@ -27,18 +27,15 @@ def head_tail(seq_len: int, degree: int) -> np.ndarray:
 
 
 def balanced_order(
-    load_balancer: str, documents: Sight, layers: Sequence[tuple[Sight, int]], degree: int
+    load_balancer: str, document_starts: np.ndarray, layers: Sequence[tuple[Sight, int]], degree: int
 ) -> np.ndarray:
-    """Return an order int64 [B, S] for masks.
-
-    `documents` are the documents alone; `layers` every kind of mask and in how many layers it is.
-    """
-    batch, seq_len = documents.starts.shape
+    """Return an order int64 [B, S] for documents [B, S]; `layers` has each kind of mask, and in how many layers it is."""
+    batch, seq_len = document_starts.shape
     if load_balancer in ("none", "headtail") or degree == 1:
         row = head_tail(seq_len, degree if load_balancer == "headtail" else 1)
         return np.broadcast_to(row, (batch, seq_len)).copy()
     if load_balancer == "per_document":
-        return np.stack([_per_document(row, degree) for row in documents.starts])
+        return np.stack([_per_document(row, degree) for row in document_starts])
     if load_balancer == "ptrr":
         return _ptrr(layers, degree)
     cost = np.sum([count * sight.pairs for sight, count in layers], axis=0)
