@@ -91,7 +91,7 @@ _DOCUMENTS = ((((7, 30, 27), (1, 1, 62))), ((64,), (64,)), ((32, 32), (10, 54)),
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_documents_of_any_number_are_one_graph(cp: int) -> None:
-    """The tables of a mask are as long as its documents need; a window is a number, so its layers have a graph apart."""
+    """The tables of a mask are as long as its documents need; layers with a window have a graph apart."""
     base = _BASE.on(cp=cp, method="gather", load_balancer="greedy" if cp > 1 else "none")
     windows = replace(base.args, window=16, full_attention_every=2)
     cases = {

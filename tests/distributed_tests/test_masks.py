@@ -5,11 +5,19 @@ from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed_tests.test_cp_methods import _bits, _steps
 from tests.helpers.bits import why_bits_may_differ
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import T0, Case, Result, error, oracle
+from tests.helpers.tiny import T0, Case, Result, build_split_model, document_tensors, error, local_batch, oracle
+from torchtitan.attention.masks import MaskKind
+from torchtitan.attention.plan import whole_masks
+from torchtitan.components.loss import ChunkedCrossEntropy
+from torchtitan.distributed.collectives import count_traffic
+from torchtitan.distributed.context_parallel import cp_shard, cp_unshard
+from torchtitan.runner import SingleStageRunner
 
 _FP32, _FP64, _BF16 = torch.float32, torch.float64, torch.bfloat16
 _LOSS = {_FP32: 5e-7, _FP64: 1e-12}
@@ -93,6 +101,59 @@ def test_plain_causal_attention_takes_any_order() -> None:
     cases = [Case(method="gather", cp=4, load_balancer=balancer) for balancer in ("per_document", "greedy")]
     for case, result in zip(cases, run_ranks(4, _steps, cases)[0], strict=True):
         _check(case, result, exact)
+
+
+def _what_is_sent(cases: list[Case]) -> list[tuple[int, int]]:
+    """Return the bytes sent in a step, and by the plan: with the gradients of what came."""
+    results = []
+    for case in cases:
+        model, dims = build_split_model(case)
+        batch = local_batch(case, dims)
+        with count_traffic() as traffic:
+            SingleStageRunner(model, ChunkedCrossEntropy(0)).forward_backward(batch, 128)
+        assert batch.masks is not None and batch.masks.work is not None
+        sent = received = 0
+        for kind in case.args.layer_kinds:
+            counts = batch.masks.layers[kind].counts.sum(1).tolist()
+            sent, received = sent + counts[0], received + counts[1]
+        per_token = 2 * case.args.num_kv_heads * case.args.width_per_head * 4
+        assert received == int(batch.masks.work.needed[dims.cp_rank])
+        results.append((traffic.bytes, per_token * (2 * sent + received)))
+    return results
+
+
+def test_bytes_sent_are_those_of_the_plan() -> None:
+    """Keys and values go to those that see them, forward and backward, and their gradients come back."""
+    cases = [
+        mask.on(cp=4, load_balancer=balancer, gather_kv_heads=heads)
+        for mask in _MASKS
+        for balancer in ("none", "greedy")
+        for heads in (0, 1)
+    ]
+    for rank in run_ranks(4, _what_is_sent, cases):
+        for case, (sent, planned) in zip(cases, rank, strict=True):
+            assert sent == planned, case
+
+
+def _cut_axes() -> tuple[list[int], list[int], bool]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    starts, positions = document_tensors(_CROSSING)
+    masks = whole_masks(starts, positions, [MaskKind()])
+    assert masks is not None
+    axes = torch.stack([positions, positions + 1000, positions + 2000], dim=1)  # [B, A, S]
+    (flat,), planned = cp_shard(mesh, [positions], masks, load_balancer="greedy")
+    (three,), _ = cp_shard(mesh, [axes], masks, load_balancer="greedy", seq_dim=2)
+    same = torch.equal(three, torch.stack([flat, flat + 1000, flat + 2000], 1))
+    (whole,) = cp_unshard(mesh, [three], planned, load_balancer="greedy", seq_dim=2)
+    assert torch.equal(whole, axes)
+    return list(three.shape), flat[0].tolist(), same
+
+
+def test_positions_are_cut_on_the_sequence_dim() -> None:
+    """Positions of several axes [B, A, S] are permuted as tokens are, row by row, and come back whole."""
+    ranks = run_ranks(2, _cut_axes)
+    assert all(shape == [2, 3, 32] and same for shape, _, same in ranks)
+    assert sorted(ranks[0][1] + ranks[1][1]) == sorted([*range(21, 84), 0])
 
 
 @pytest.mark.parametrize("cp", [2, 4, pytest.param(8, marks=pytest.mark.slow)])

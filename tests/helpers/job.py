@@ -35,11 +35,14 @@ class Outcome:
     error: str  # the TitanError's text; empty: none
 
 
-def write_documents(path: Path, num_documents: int, seed: int = 0) -> Path:
-    """Write a JSONL data set whose text this file alone decides, so that numbers can be compared between machines."""
+def write_documents(path: Path, num_documents: int, seed: int = 0, longest: int = 200) -> Path:
+    """Write a JSONL data set whose text this file alone decides, so that numbers can be compared between machines.
+
+    Documents have from a tenth of `longest` words to that many.
+    """
     rng = random.Random(seed)
     words = ["context", "parallel", "ring", "head", "tail", "shard", "token", "loss", "gather", "of", "the", "a"]
-    texts = (" ".join(rng.choices(words, k=rng.randint(20, 200))) for _ in range(num_documents))
+    texts = (" ".join(rng.choices(words, k=rng.randint(longest // 10, longest))) for _ in range(num_documents))
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan.attention.masks import MaskKind
@@ -20,6 +19,7 @@ from torchtitan.config.cp_method import MASK_BALANCERS
 from torchtitan.distributed.context_parallel import cp_shard, cp_unshard
 from torchtitan.distributed.parallel_dims import ParallelDims, build_parallel_dims
 from torchtitan.distributed.parallelize import SplitOptions, parallelize
+from torchtitan.distributed.plan import InnerAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.init import initialise
 from torchtitan.models.llama3.args import Llama3Args
@@ -108,7 +108,7 @@ def build_model(case: Case) -> Decoder:
     return model
 
 
-class DenseAttention(nn.Module):
+class DenseAttention(InnerAttention):
     """Softmax over explicit [S, S] scores: the oracle's attention, under a mask of its own."""
 
     def __init__(self, mask: torch.Tensor | None = None) -> None:

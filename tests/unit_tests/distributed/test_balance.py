@@ -1,6 +1,7 @@
 """Load balancers: equal tokens always, equal work where that is possible, and little that travels."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def _work(masks: AttentionMasks, degree: int, balancer: str) -> AttentionMasks:
 
 def _cut(total: int, cuts: list[int]) -> list[int]:
     edges = sorted({0, total, *(cut % total for cut in cuts)})
-    return [end - start for start, end in zip(edges, edges[1:], strict=False)]
+    return [end - start for start, end in pairwise(edges)]
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 8])
