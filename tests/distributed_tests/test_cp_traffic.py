@@ -1,6 +1,7 @@
 """Every option takes its own path: collectives, bytes and work are counted and compared with closed forms."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiny import CPU, Case, build_split_model, local_batch
+from tests.helpers.tiny import CPU, Case, build_split_model, dense_mask, document_tensors, local_batch
+from torchtitan.attention.masks import PLAIN, MaskKind
+from torchtitan.attention.plan import whole_masks
 from torchtitan.attention.work import count_attention_work
 from torchtitan.config.cp_method import AttentionShape, sent_bytes
 from torchtitan.distributed.collectives import count_traffic
-from torchtitan.distributed.context_parallel import apply_cp
+from torchtitan.distributed.context_parallel import apply_cp, cp_shard
 from torchtitan.distributed.parallel_dims import build_parallel_dims
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
@@ -50,13 +53,14 @@ def test_each_rotate_method_makes_its_own_collectives() -> None:
     assert rotated == {"forward all_to_all_single": 3, "backward all_to_all_single": 3 + 4}
 
 
-_SHAPE = AttentionShape(3, 64, 8, 2, 16, 0, 0)  # of every traffic test; bytes per element follow from the dtype
+_BATCH = 3
+_SHAPE = AttentionShape(_BATCH, 64, 8, 2, 16, 0, 0)  # of every traffic test; bytes per element follow from the dtype
 # Every method, by the arguments of `sent_bytes` without the degree, and what `apply_cp` is told beside.
 _METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ring": ({"method": "ring"}, {}),
     "ring, rotated, contiguous": ({"method": "ring"}, {"rotate_method": "alltoall", "load_balancer": "none"}),
     "gather": ({"method": "gather"}, {}),
-    "gather, strided, contiguous": ({"method": "gather"}, {"gather_kv_heads": 1, "load_balancer": "none"}),
+    "gather, strided, contiguous": ({"method": "gather", "load_balancer": "none"}, {"gather_kv_heads": 1}),
     "gather, kept": ({"method": "gather", "keep_gathered": True}, {"keep_gathered": True}),
     "ulysses": ({"method": "ring", "ulysses_degree": 0}, {}),
     "ulysses 2 over ring": ({"method": "ring", "ulysses_degree": 2}, {}),
@@ -74,9 +78,11 @@ def _hooked(name: str, seq_len: int = _SHAPE.seq_len) -> tuple[ScaledDotProductA
     form, options = dict(_METHODS[name][0]), _METHODS[name][1]
     if "ulysses_degree" in form:
         form["ulysses_degree"] = form["ulysses_degree"] or dist.get_world_size()
+    if "load_balancer" in form:
+        options = {**options, "load_balancer": form["load_balancer"]}
     module = ScaledDotProductAttention()
     apply_cp([module], _mesh(form.get("ulysses_degree", 1)), seq_len=seq_len, method=form["method"], **options)
-    return module, {"degree": dist.get_world_size(), **form}
+    return module, {"degree": dist.get_world_size(), "rank": dist.get_rank(), **form}
 
 
 def _sent(dtypes: list[torch.dtype]) -> list[tuple[str, torch.dtype, tuple[int, int], tuple[int, int]]]:
@@ -85,7 +91,7 @@ def _sent(dtypes: list[torch.dtype]) -> list[tuple[str, torch.dtype, tuple[int, 
         for dtype in dtypes:
             module, form = _hooked(name)
             local = _SHAPE.seq_len // dist.get_world_size()
-            qkv = [torch.randn(3, heads, local, 16).to(dtype).requires_grad_() for heads in (8, 2, 2)]
+            qkv = [torch.randn(_BATCH, heads, local, 16).to(dtype).requires_grad_() for heads in (8, 2, 2)]
             with count_traffic() as forward:
                 out = module(*qkv)
             with count_traffic() as backward:
@@ -99,12 +105,22 @@ def _sent(dtypes: list[torch.dtype]) -> list[tuple[str, torch.dtype, tuple[int, 
 def test_sent_bytes_are_those_of_the_closed_forms(cp: int) -> None:
     """Breaks when K and V are expanded to all heads before they travel, or cast; and when a collective is one too many.
 
-    At cp 4 Ulysses must repeat two key/value heads, and no more than twice.
+    At cp 4 Ulysses must repeat two key/value heads, and no more than twice. What gather sends differs by rank; over all
+    of them it is 3/4 (head-tail) or 1/2 (contiguous) of what all keys and values to all ranks would be.
     """
     dtypes = [torch.bfloat16, torch.float32, torch.float64]
-    for rank in run_ranks(cp, _sent, dtypes):
+    ranks = run_ranks(cp, _sent, dtypes)
+    for index, rank in enumerate(ranks):
         for name, dtype, counted, expected in rank:
-            assert counted == expected, (name, dtype)
+            assert counted == expected, (name, dtype, index)
+    for name, share in (("gather", 3 / 4), ("gather, kept", 3 / 4), ("gather, strided, contiguous", 1 / 2)):
+        for dtype in dtypes:
+            counts = [each[2] for rank in ranks for each in rank if each[:2] == (name, dtype)]
+            everything = _BATCH * (cp - 1) * (_SHAPE.seq_len // cp) * 2 * 2 * 16  # elements of K and V, from each rank
+            gathered, summed = dtype.itemsize * everything * share, max(4, dtype.itemsize) * everything * share
+            assert sum(forward for forward, _ in counts) / cp == gathered, (name, dtype)
+            again = 0 if name == "gather, kept" else gathered
+            assert sum(backward for _, backward in counts) / cp == again + summed, (name, dtype)
 
 
 def test_closed_forms_by_hand() -> None:
@@ -112,11 +128,84 @@ def test_closed_forms_by_hand() -> None:
     shape = replace(_SHAPE, itemsize=2, grad_itemsize=4)
     one_way = 3 * (4 - 1) * 16 * 2 * 128 // 4
     assert sent_bytes(shape, method="ring", degree=4) == (one_way * 2, one_way * 2 + 3 * 4 * 16 * 2 * 128 // 4 * 4)
-    assert sent_bytes(shape, method="gather", degree=4) == (one_way * 2, one_way * (2 + 4))
-    assert sent_bytes(shape, method="gather", degree=4, keep_gathered=True) == (one_way * 2, one_way * 4)
+    # Of gather, tokens to and from others: half of n is 8; a token's K and V are 3 x 2 x 32 elements.
+    token = 3 * 2 * 32
+    # Rank r with head-tail: its head to the 3 others, its tail to the r before it; K and V of the others' heads, and of
+    # the tails of those behind it.
+    tokens = {"headtail": [(3 * 8, 6 * 8), (4 * 8, 5 * 8), (5 * 8, 4 * 8), (6 * 8, 3 * 8)]}
+    tokens["none"] = [(3 * 16, 0), (2 * 16, 16), (16, 2 * 16), (0, 3 * 16)]
+    for balancer, by_rank in tokens.items():
+        for rank, (to_others, from_others) in enumerate(by_rank):
+            forward, back = to_others * token * 2, from_others * token * 4
+            layout = {"method": "gather", "degree": 4, "load_balancer": balancer, "rank": rank}
+            assert sent_bytes(shape, **layout) == (forward, forward + back)
+            assert sent_bytes(shape, **layout, keep_gathered=True) == (forward, back)
+    sums = [sum(sent_bytes(shape, method="gather", degree=4, rank=rank)[0] for rank in range(4))]
+    sums += [sum(sent_bytes(shape, method="gather", degree=4, rank=r, load_balancer="none")[0] for r in range(4))]
+    assert sums == [4 * one_way * 2 * 3 // 4, 4 * one_way * 2 // 2]
+    # Under masks the tokens of all sequences are counted: 5 that it sends and 7 that come.
+    assert sent_bytes(shape, method="gather", degree=4, tokens=(5, 7)) == (5 * 64 * 2, 5 * 64 * 2 + 7 * 64 * 4)
+    # Ulysses over 2 of 4 ranks: gather over 2, of 32 tokens each, with one of two kv heads; ranks 2, 3 are its rank 1.
+    half = 3 * 16 * (2 * 128 + 2 * 2 * 16) * 2 // 2
+    for rank, (to_others, from_others) in enumerate([(16, 32), (16, 32), (32, 16), (32, 16)]):
+        forward, back = to_others * token // 2 * 2, from_others * token // 2 * 4
+        found = sent_bytes(shape, method="gather", degree=4, ulysses_degree=2, rank=rank)
+        assert found == (half + forward, half + forward + back)
     exchanged = 3 * 3 * 16 * (2 * 128 + 2 * 4 * 16) * 2 // 4  # two kv heads repeated to four
     assert sent_bytes(shape, method="ring", degree=4, ulysses_degree=4) == (exchanged, exchanged)
     assert sent_bytes(shape, method="gather", degree=1) == (0, 0)
+
+
+_DOCUMENTS = ((7, 30, 27), (1, 1, 62))
+_MASKS = (
+    (Case(documents=_DOCUMENTS), PLAIN),
+    (Case(), MaskKind(window=10)),
+    (Case(documents=_DOCUMENTS, cut_before=5), MaskKind(window=20, chunk=12)),
+)
+
+
+def _sent_under_masks(balancers: list[str]) -> list[tuple[Any, int, int]]:
+    """Return what is compared, and the bytes that were sent forward and backward in bf16."""
+    results = []
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for (case, kind), balancer, kept in product(_MASKS, balancers, (False, True)):
+        module = ScaledDotProductAttention()
+        apply_cp([module], _mesh(1), seq_len=64, method="gather", load_balancer=balancer, keep_gathered=kept)
+        starts, positions = document_tensors(case)
+        masks = whole_masks(starts, positions, [kind])
+        assert masks is not None
+        (own,), masks = cp_shard(_mesh(1), [torch.arange(64).expand(2, 64)], masks, load_balancer=balancer)
+        owns: list[Any] = [None] * size
+        dist.all_gather_object(owns, own)
+        # By the definition: (row, rank that sees, token), of tokens that are another's.
+        seen = torch.stack([dense_mask(case, kind)[row, 0] for row in range(2)])
+        remote = torch.zeros(2, size, 64, dtype=torch.bool)
+        holds = torch.zeros(2, size, 64, dtype=torch.bool)
+        for row, each in product(range(2), range(size)):
+            tokens = owns[each][row]
+            remote[row, each] = seen[row, tokens].any(0)
+            remote[row, each, tokens] = False
+            holds[row, each, tokens] = True
+        token = 2 * 2 * 8  # elements of its K and V
+        came = int(remote[:, rank].sum()) * token
+        left = int((remote & holds[:, rank].unsqueeze(1)).sum()) * token
+        qkv = [torch.randn(2, heads, 64 // size, 8).bfloat16().requires_grad_() for heads in (8, 2, 2)]
+        with count_traffic() as forward:
+            out = module(*qkv, masks.layers[kind])
+        with count_traffic() as backward:
+            out.sum().backward()
+        results.append(((kind, balancer, kept, "forward"), forward.bytes, left * 2))
+        results.append(((kind, balancer, kept, "backward"), backward.bytes, came * 4 + (0 if kept else left * 2)))
+    return results
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_masks_let_nothing_travel_that_nobody_sees(cp: int) -> None:
+    """Every token that some query of a rank sees travels to it once, and no other; its gradient comes back once."""
+    ranks = run_ranks(cp, _sent_under_masks, ["none", "headtail", "per_document", "greedy"])
+    for index, rank in enumerate(ranks):
+        for what, counted, expected in rank:
+            assert counted == expected, (index, what)
 
 
 def _loopback_bytes() -> int:
