@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from torchtitan.attention.masks import AttentionMasks, MaskWork
-from torchtitan.attention.plan import Sight
 
 MOST_CELLS = 512  # of a side of the drawn mask
 # Paul Tol's "muted", which the colour-blind tell apart, with neighbours far from each other in hue and lightness.
@@ -58,9 +57,8 @@ def mask_cells(masks: AttentionMasks, owner: np.ndarray, degree: int, cells: int
     holders = np.bincount(rows * degree + owner, minlength=cells * degree).reshape(cells, degree).argmax(1)
     cell_owner = np.repeat(holders[:, None], cells, axis=1)
     most, seen = np.zeros((cells, cells)), np.zeros((cells, cells))
-    starts, positions = masks.document_starts[:1].numpy(), masks.positions[:1].numpy()
     counts = Counter(masks.layer_kinds)
-    firsts = {kind: Sight(starts, positions, kind).first[0] for kind in counts}
+    firsts = {kind: sight.first[0] for kind, sight in masks.sights.items()}
     for rank in range(degree):
         queries = np.flatnonzero(owner == rank)
         pairs = np.zeros((cells, cells))

@@ -170,7 +170,8 @@ def _with_documents(config: JobConfig, documents: tuple[tuple[int, ...], ...], g
             fact, rule = f"--documents={_text(documents)} makes it {value}", "they fill the batch, and are told apart"
             raise option_error(option, given[option], fact, rule, f"give {value}, or leave one of the two out")
     training = replace(config.training, seq_len=sum(documents[0]), local_batch_size=len(documents))
-    return replace(config, training=training, model=replace(config.model, attn_mask="document"))
+    model = replace(config.model, attn_mask="document", tokenizer_path="")  # no text is read
+    return replace(config, training=training, model=model)
 
 
 def _balancers(text: str) -> tuple[str, ...]:
