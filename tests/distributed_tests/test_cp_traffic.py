@@ -137,7 +137,7 @@ def test_closed_forms_by_hand() -> None:
     for balancer, by_rank in tokens.items():
         for rank, (to_others, from_others) in enumerate(by_rank):
             forward, back = to_others * token * 2, from_others * token * 4
-            layout = {"method": "gather", "degree": 4, "load_balancer": balancer, "rank": rank}
+            layout: dict[str, Any] = {"method": "gather", "degree": 4, "load_balancer": balancer, "rank": rank}
             assert sent_bytes(shape, **layout) == (forward, forward + back)
             assert sent_bytes(shape, **layout, keep_gathered=True) == (forward, back)
     sums = [sum(sent_bytes(shape, method="gather", degree=4, rank=rank)[0] for rank in range(4))]
