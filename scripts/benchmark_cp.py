@@ -51,9 +51,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchtitan.attention.work import count_attention_work
-from torchtitan.config.cp_method import AttentionShape, sent_bytes, seq_len_factor
+from torchtitan.config.cp_method import CAUSAL_BALANCERS, AttentionShape, sent_bytes, seq_len_factor
 from torchtitan.distributed.collectives import count_traffic
-from torchtitan.distributed.context_parallel import LOAD_BALANCERS, apply_cp, cp_shard
+from torchtitan.distributed.context_parallel import apply_cp, cp_shard
 from torchtitan.errors import ConfigError, nearest, option_error
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.tools.device import keep_freed_memory
@@ -117,8 +117,8 @@ class Method:
         )
         return module
 
-    def sent_bytes(self, problem: Problem, dtype: torch.dtype) -> tuple[int, int]:
-        """Return the bytes that each rank should send: forward and backward."""
+    def sent_bytes(self, problem: Problem, dtype: torch.dtype, rank: int) -> tuple[int, int]:
+        """Return the bytes that a rank should send: forward and backward."""
         sizes = (problem.batch_size, problem.seq_len, problem.num_heads, problem.num_kv_heads, problem.head_dim)
         grad_dtype = torch.promote_types(dtype, torch.float32)  # K's and V's gradients are summed in fp32 at least
         return sent_bytes(
@@ -127,6 +127,8 @@ class Method:
             degree=problem.degree,
             ulysses_degree=self.ulysses_degree,
             keep_gathered=self.base == "gather-kept",
+            load_balancer=problem.load_balancer,
+            rank=rank,
         )
 
 
@@ -205,7 +207,7 @@ def parse_args(argv: list[str]) -> tuple[Problem, list[Method], list[torch.dtype
     parser.add_argument("--degree", default="2", help="ranks: processes on a CPU, GPUs on CUDA")
     parser.add_argument("--dtypes", default="float32,bfloat16", help=", ".join(_DTYPES))
     parser.add_argument("--methods", default="ring,ring-alltoall,gather,gather-whole,gather-kept,ulysses")
-    parser.add_argument("--load-balancer", default="headtail", help=", ".join(LOAD_BALANCERS))
+    parser.add_argument("--load-balancer", default="headtail", help=", ".join(CAUSAL_BALANCERS))
     parser.add_argument("--gather-kv-heads", default="1", help="key/value heads that gather-strided gathers at a time")
     parser.add_argument("--rounds", default="3", help="turns of each method")
     parser.add_argument("--repeats", default="2", help="passes of each turn")
@@ -268,9 +270,9 @@ def _check(args: argparse.Namespace) -> None:
     if args.gather_kv_heads > args.kv_heads:
         fact, rule = f"there are {args.kv_heads} key/value heads", "no more than those can travel at a time"
         raise option_error("gather-kv-heads", args.gather_kv_heads, fact, rule, "give --kv-heads or less")
-    if args.load_balancer not in LOAD_BALANCERS:
-        fact = f"unknown load balancer{nearest(args.load_balancer, LOAD_BALANCERS)}"
-        rule = f"allowed: {', '.join(LOAD_BALANCERS)}"
+    if args.load_balancer not in CAUSAL_BALANCERS:
+        fact = f"unknown load balancer{nearest(args.load_balancer, CAUSAL_BALANCERS)}"
+        rule = f"allowed: {', '.join(CAUSAL_BALANCERS)}"
         raise option_error("load-balancer", args.load_balancer, fact, rule, "choose from these")
     if torch.cuda.is_available() and args.degree > torch.cuda.device_count():
         fact, rule = f"{torch.cuda.device_count()} CUDA devices are visible", "each rank needs one of its own"
@@ -584,14 +586,14 @@ def _time_columns(dtype: torch.dtype, name: str, times: dict[str, list[Times]]) 
 
 def _check_columns(problem: Problem, method: Method, dtype: torch.dtype, checks: list[Check]) -> dict[str, Any]:
     """Return what was counted, by rank, and the largest errors over the ranks."""
-    forward, backward = method.sent_bytes(problem, dtype)
+    predicted = [method.sent_bytes(problem, dtype, rank) for rank in range(problem.degree)]
     tensors = zip(*(check.differences for check in checks), strict=True)  # output, dq, dk, dv: one pair for each rank
     errors = [max(pair[0] for pair in pairs) / max(pair[1] for pair in pairs) for pairs in tensors]
     return {
         "sent_forward_bytes": [check.sent_forward for check in checks],
         "sent_backward_bytes": [check.sent_backward for check in checks],
-        "predicted_forward_bytes": forward,
-        "predicted_backward_bytes": backward,
+        "predicted_forward_bytes": [forward for forward, _ in predicted],
+        "predicted_backward_bytes": [backward for _, backward in predicted],
         "work_shares": [check.pairs * problem.degree / problem.causal_pairs() for check in checks],
         "peak_bytes": [check.peak_bytes for check in checks],
         "output_error": errors[0],
@@ -630,9 +632,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [*cells, *sent, _by_rank(row["work_shares"], lambda share: f"{share:.3f}"), peak, *errors]
 
 
-def _sent(counted: list[int], predicted: int) -> str:
-    sign = "=" if all(count == predicted for count in counted) else "!="
-    return f"{_by_rank(counted, lambda count: f'{count / _MIB:.3f}')} {sign} {predicted / _MIB:.3f}"
+def _sent(counted: list[int], predicted: list[int]) -> str:
+    shown = [_by_rank(counts, lambda count: f"{count / _MIB:.3f}") for counts in (counted, predicted)]
+    return f" {'=' if counted == predicted else '!='} ".join(shown)
 
 
 def _by_rank(values: list[Any], show: Callable[[Any], str]) -> str:

@@ -86,15 +86,16 @@ def step_bytes(args: argparse.Namespace, model_args: ModelArgs, chunk_tokens: in
 def gather_bytes(model_args: ModelArgs, seq_len: int, degree: int) -> int:
     """Return the most that the gather holds inside its operator, in the backward, for the heads of one step.
 
-    The parts as they arrive and in order (bf16), the next heads' parts on their way, the gradients of keys and values
-    (fp32) in order, by rank, and as received, and copies of the local queries, outputs and their gradients (bf16).
+    Of the rank that sees all: keys and values in order and the next heads' on their way (bf16), their gradients (fp32)
+    in order, by token, as they are sent and as they come back, and copies of the local queries, outputs and their
+    gradients (bf16).
     """
     if degree == 1:
         return 0
     head = 2 * seq_len * model_args.width_per_head
     heads = min(model_args.num_kv_heads, max(1, AUTO_BYTES // (head * 2)))
     local = seq_len // degree * model_args.num_heads * model_args.width_per_head
-    return heads * head * (3 * 2 + 3 * 4) + 3 * local * 2
+    return heads * head * (2 * 2 + 4 * 4) + 3 * local * 2
 
 
 if __name__ == "__main__":

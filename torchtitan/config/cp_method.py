@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from torchtitan.config.sections import Parallelism
 
-# Those of the second need gather (or Ulysses), which takes the tokens in any order.
-MASK_BALANCERS = ("per_document", "ptrr", "greedy")
-LOAD_BALANCERS = ("headtail", "none", *MASK_BALANCERS)
+CAUSAL_BALANCERS = ("headtail", "none")  # known to every method
+MASK_BALANCERS = ("per_document", "ptrr", "greedy")  # of gather, which takes the tokens in any order
+LOAD_BALANCERS = (*CAUSAL_BALANCERS, *MASK_BALANCERS)
 _PTRR_BLOCK = 128  # tokens: the block of torch's BlockMask
 
 

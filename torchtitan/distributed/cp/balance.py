@@ -13,7 +13,8 @@ from torchtitan.distributed.cp.torch_private import ptrr_groups
 
 # Of `greedy`: tokens of a block at most, and blocks per rank at least where a rank has so many tokens.
 GREEDY_BLOCK, GREEDY_BLOCKS = 1024, 16
-_GREEDY_SWAPS = 40  # per row
+# Swaps of a row: so many at most, and so few of many blocks that looking for them takes no longer.
+_GREEDY_SWAPS, _GREEDY_CHANGES = 40, 40 * 256**2
 _GREEDY_SLACK = 1.008  # times the mean: the most that a rank may get where that saves traffic
 PTRR_BLOCK = 128  # tokens: the block of torch's BlockMask
 
@@ -29,7 +30,7 @@ def head_tail(seq_len: int, degree: int) -> np.ndarray:
 def balanced_order(
     load_balancer: str, document_starts: np.ndarray, layers: Sequence[tuple[Sight, int]], degree: int
 ) -> np.ndarray:
-    """Return an order int64 [B, S] for documents [B, S]; `layers` has each kind of mask, and in how many layers it is."""
+    """Return an order int64 [B, S] for documents [B, S]; `layers` has each kind of mask and its number of layers."""
     batch, seq_len = document_starts.shape
     if load_balancer in ("none", "headtail") or degree == 1:
         row = head_tail(seq_len, degree if load_balancer == "headtail" else 1)
@@ -148,7 +149,7 @@ def _save_traffic(
     cap = max(_GREEDY_SLACK * load.mean(), load.max())
     swappable = lengths[:, None] == lengths
     moved = costs - costs[:, None]  # what the rank of x gains when x and y change places: [x, y]
-    for _ in range(_GREEDY_SWAPS):
+    for _ in range(min(_GREEDY_SWAPS, _GREEDY_CHANGES // len(owner) ** 2)):
         change = np.sum([_change(owner, each, len(load)) for each in seen], axis=0)
         fits = (load[owner][:, None] + moved <= cap) & (load[owner] - moved <= cap)
         change[~(fits & swappable) | (owner[:, None] == owner)] = 0

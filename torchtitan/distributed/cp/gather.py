@@ -174,11 +174,18 @@ def _gathered(
     steps = _steps(k, ranks.size(), kv_heads_per_step)
     own, pending = _start(k, v, steps[0], mask, ranks)
     for heads, following in zip(steps, [*steps[1:], None], strict=True):
-        parts = [own, pending.wait(), own.new_zeros(1, *own.shape[1:])]
+        present, received = own, pending.wait()
         if following is not None:
             own, pending = _start(k, v, following, mask, ranks)
-        seen = torch.cat(parts)[mask.take]  # [B, W, 2, heads, E]
-        yield heads, seen.permute(2, 0, 3, 1, 4).contiguous()
+        gathered = _in_order(present, received, mask)
+        del present, received  # not to be held while these heads are computed
+        yield heads, gathered
+
+
+def _in_order(own: torch.Tensor, received: torch.Tensor, mask: LayerMask) -> torch.Tensor:
+    """Return this rank's buffer of keys and values: [2, B, heads, W, E], from rows [tokens, 2, heads, E]."""
+    rows = torch.cat([own, received, own.new_zeros(1, *own.shape[1:])])  # the last is where nothing lies
+    return rows[mask.take].permute(2, 0, 3, 1, 4).contiguous()
 
 
 def _start(
