@@ -11,6 +11,7 @@ from typing import Any
 
 RENAMED = {
     "model.hf_assets_path": "model.tokenizer_path",
+    "model.attn_mask_type": "model.attn_mask",
     "training.seed": "debug.seed",
     "training.deterministic": "debug.deterministic",
     "training.dataloader.num_workers": "training.num_workers",
@@ -75,6 +76,7 @@ _SELECTIVE_DETAILS = (
 ABSENT = {
     "job.custom_config_module": _refuse(_NO_IMPORT),
     "experimental.*": _refuse(_NO_IMPORT),
+    "model.use_flex_attn": _refuse('the kernel of attention is chosen by name; use model.attn_type = "flex"'),
     "model.converters": _refuse(_NO_QUANTIZED),
     "model.print_after_conversion": _silent(),
     "quantize.*": _silent(),  # read by a converter only, and those are refused
@@ -131,19 +133,30 @@ ABSENT = {
     **{f"parallelism.{name}": _silent() for name in _AXIS_DETAILS},
     **{f"activation_checkpoint.{name}": _silent() for name in _SELECTIVE_DETAILS},
 }
+_FLAVORS_OF_KERNELS = {
+    "debugmodel_flex_attn": "flex",
+    "debugmodel_varlen_attn": "varlen",
+    "8B_flex": "flex",
+    "8B_varlen": "varlen",
+}
 _NO_BUDGET = 'activation_checkpoint.mode="selective" is used: the same results'
 
 # Values that torchtitan has for an option of this project, with what is used instead and why; None: refused.
 _VALUES: dict[tuple[str, object], tuple[str | None, str]] = {
     ("activation_checkpoint.mode", "memory_budget"): ("selective", _NO_BUDGET),
-    ("parallelism.context_parallel_load_balancer", "ptrr"): (
-        None,
-        'it balances flex attention\'s block masks, which do not exist here; use "headtail"',
-    ),
+    ("model.attn_mask", "block_causal"): ("document", 'model.attn_mask="document" is used: the same mask'),
     ("training.dataset", "c4_test"): (
         None,
         'a file of torchtitan\'s repository; use "python_stdlib", or "local" with the file as training.dataset_path',
     ),
+    # Flavours that differ from another by their attention alone, which options of their own choose here:
+    **{
+        ("model.flavor", flavor): (
+            None,
+            f'use "{flavor.partition("_")[0]}", with model.attn_type = "{kind}" and model.attn_mask = "document"',
+        )
+        for flavor, kind in _FLAVORS_OF_KERNELS.items()
+    },
 }
 
 

@@ -1,13 +1,16 @@
 """Files written for torchtitan of January 2026: they load, or one message names all that is refused."""
 
+import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from torchtitan.config.job import OPTIONS
-from torchtitan.config.legacy import ABSENT, RENAMED
+from torchtitan.config.legacy import _VALUES, ABSENT, RENAMED
 from torchtitan.config.parse import load_config
 from torchtitan.errors import ConfigError
+from torchtitan.models.llama3.args import FLAVORS
 
 DEBUG_MODEL = """
 [job]
@@ -231,7 +234,10 @@ def test_every_refused_key_is_in_one_message(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_renamed_keys_move_from_file_and_command_line(tmp_path: Path, old: str, new: str) -> None:
-    text, literal = {bool: ("True", "true"), int: ("3", "3"), str: ("x", '"x"')}[OPTIONS[new]]
+    kind = OPTIONS[new]
+    values = {bool: ("True", "true"), int: ("3", "3"), str: ("x", '"x"')}
+    chosen = [] if kind in values else get_args(kind)  # of a Literal the last, which is no default
+    text, literal = values[kind] if kind in values else (chosen[-1], f'"{chosen[-1]}"')
     section, _, name = old.rpartition(".")
     by_file = load_config([write(tmp_path, f"[{section}]\n{name} = {literal}\n")])
     by_line, given = load_config([f"--{old}={text}"]), load_config([f"--{new}={text}"])
@@ -309,7 +315,12 @@ def test_keys_that_ask_for_nothing_are_dropped_silently(argument: str) -> None:
         (["--parallelism.expert_tensor_parallel_degree=2"], "there is no expert_parallel axis; use 1"),
         (["--fault_tolerance.enable"], "fault-tolerant groups do not exist here"),
         (["--memory_estimation.enable"], "read memory in the log"),
-        (["--parallelism.context_parallel_load_balancer=ptrr"], 'use "headtail"'),
+        (["--model.use_flex_attn"], 'use model.attn_type = "flex"'),
+        (
+            ["--model.flavor=debugmodel_flex_attn"],
+            'use "debugmodel", with model.attn_type = "flex" and model.attn_mask = "document"',
+        ),
+        (["--model.flavor=8B_varlen"], 'use "8B", with model.attn_type = "varlen" and model.attn_mask = "document"'),
     ],
 )
 def test_keys_that_would_change_the_result_are_refused(argv: list[str], message: str) -> None:
@@ -317,6 +328,39 @@ def test_keys_that_would_change_the_result_are_refused(argv: list[str], message:
         load_config(argv)
     assert str(caught.value).startswith(argv[-1].partition("=")[0])
     assert message in str(caught.value)
+
+
+def test_masks_and_balancers_of_torchtitan_are_those_here(tmp_path: Path) -> None:
+    """Its block-causal mask is the one of documents; its balancer of blocks is torch's, in both."""
+    text = '[model]\nattn_type = "varlen"\nattn_mask_type = "block_causal"\n'
+    text += '[parallelism]\ncontext_parallel_degree = 2\ncontext_parallel_load_balancer = "ptrr"\n'
+    for argv in (
+        [write(tmp_path, text)],
+        [
+            "--model.attn_type=varlen",
+            "--model.attn_mask_type=block_causal",
+            "--parallelism.context_parallel_degree=2",
+            "--parallelism.context_parallel_load_balancer=ptrr",
+        ],
+    ):
+        config, notes = load_config(argv)
+        assert (config.model.attn_type, config.model.attn_mask) == ("varlen", "document")
+        assert config.parallelism.context_parallel_load_balancer == "ptrr"
+        assert notes == (
+            "model.attn_mask_type is named model.attn_mask here",
+            'model.attn_mask=block_causal does not exist here: model.attn_mask="document" is used: the same mask',
+        )
+    assert load_config(["--model.attn_mask_type=causal"])[0].model.attn_mask == "causal"
+
+
+@pytest.mark.parametrize("flavor", [flavor for name, flavor in _VALUES if name == "model.flavor"])
+def test_what_a_refusal_of_a_flavor_says_is_accepted(flavor: object) -> None:
+    """The flavour and the options that it names exist, and no flavour of this project is refused."""
+    with pytest.raises(ConfigError) as caught:
+        load_config([f"--model.flavor={flavor}"])
+    name, attn_type, attn_mask = re.findall(r'"(\w+)"', str(caught.value))
+    load_config([f"--model.flavor={name}", f"--model.attn_type={attn_type}", f"--model.attn_mask={attn_mask}"])
+    assert name in FLAVORS and flavor not in FLAVORS
 
 
 @pytest.mark.parametrize("name", ["activation_checkpoint.selective_ac_optoin", "parallelism.pipeline_parallel_degre"])

@@ -134,7 +134,7 @@ def test_a_file_with_a_wrong_value(tmp_path: Path, line: str, message: str) -> N
             "--parallelism.context_parallel_load_balancer=zigzag",
             "it must be one of auto, headtail, none, per_document, ptrr, greedy",
         ),
-        ("--model.attn_mask=block_causal", "it must be one of causal, document"),
+        ("--model.attn_mask=prefix", "it must be one of causal, document"),
         ("--model.attn_type=flash", "it must be one of sdpa, flex, varlen"),
         ("--training.lr=1", "--training.lr=1: unknown option; did you mean optimizer.lr?"),
         (
