@@ -1,11 +1,12 @@
 """show_layout: its numbers are the plans' own, its picture is what the masks say, and it refuses in one line."""
 
 import importlib.util
+import logging
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -23,6 +24,16 @@ from torchtitan.tools.show_layout import Shown, main, read_request, show
 _ROOT = Path(__file__).parents[2]
 _CP = "parallelism.context_parallel_degree"
 _TWO, _FOUR = f"--{_CP}=2", f"--{_CP}=4"
+
+
+@pytest.fixture(autouse=True)
+def _restored_logger() -> Iterator[None]:
+    """Put the package's logger back: main() is called in this process."""
+    logger = logging.getLogger("torchtitan")
+    before = (logger.handlers, logger.propagate, logger.level)
+    yield
+    logger.handlers, logger.propagate = before[:2]
+    logger.setLevel(before[2])
 
 
 def _command(folder: Path, *options: str) -> "subprocess.CompletedProcess[str]":

@@ -96,6 +96,7 @@ class AttentionMasks:
     layers: Mapping[MaskKind, LayerMask]  # empty until planned
     order: torch.Tensor | None = None  # int64 [B, S]: tokens in the order in which the cp ranks hold them
     work: MaskWork | None = None
+    planned_for: tuple[int, int] = (1, 0)  # ranks that share the sequences, and which of them
 
     @cached_property
     def sights(self) -> dict[MaskKind, Sight]:

@@ -10,6 +10,7 @@ from torch import library
 
 from torchtitan.attention import kernels
 from torchtitan.attention.masks import LayerMask, Piece
+from torchtitan.errors import TitanError
 
 
 def pieces_of(mask_pieces: torch.Tensor) -> list[Piece]:
@@ -21,6 +22,7 @@ def forward(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pieces: list[Piece], window: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output [B, H, n, E] and its log-sum-exp [B, H, n], for q [B, H, n, E] and keys [B, K, W, E]."""
+    _check(q, pieces)
     operand, keys, values = kernels.operand(q), kernels.operand(keys), kernels.operand(values)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=wide(q), device=q.device)
@@ -63,6 +65,17 @@ def backward(
             window,
         )
     return grad_q, grad_kv
+
+
+def _check(q: torch.Tensor, pieces: list[Piece]) -> None:
+    """Refuse a mask of other sequences: what no piece names would be left as memory was found."""
+    queries = sum(piece.rows * piece.length for piece in pieces)
+    if queries != q.size(0) * q.size(2) or max(piece.row + piece.rows for piece in pieces) != q.size(0):
+        rows = max(piece.row + piece.rows for piece in pieces)
+        raise TitanError(
+            f"the mask is of {rows} sequences of {queries // rows} local tokens, the queries of {q.size(0)} sequences "
+            f"of {q.size(2)}"
+        )
 
 
 def wide(tensor: torch.Tensor) -> torch.dtype:

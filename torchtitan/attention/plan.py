@@ -32,7 +32,7 @@ def plan_masks(masks: AttentionMasks, order: np.ndarray, degree: int, rank: int)
         )
     remote = len(masks.layer_kinds) * order.size // degree * (degree - 1)
     work = MaskWork(torch.from_numpy(pairs), torch.from_numpy(needed), remote)
-    return replace(masks, layers=layers, order=torch.from_numpy(order), work=work)
+    return replace(masks, layers=layers, order=torch.from_numpy(order), work=work, planned_for=(degree, rank))
 
 
 def plan_layer(sight: Sight, window: int, order: np.ndarray, degree: int, rank: int) -> tuple[LayerMask, np.ndarray]:
@@ -137,9 +137,9 @@ def whole_masks(
 
 
 def _check(starts: torch.Tensor, positions: torch.Tensor) -> None:
-    if starts.shape != positions.shape or starts.ndim != 2:
+    if starts.shape != positions.shape or starts.ndim != 2 or starts.numel() == 0:
         raise TitanError(
-            f"document starts are {list(starts.shape)}, positions {list(positions.shape)}; both are [B, S]"
+            f"document starts are {list(starts.shape)}, positions {list(positions.shape)}; both are [B, S], not empty"
         )
     tokens = torch.arange(starts.size(1))
     begins = starts == tokens

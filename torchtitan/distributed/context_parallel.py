@@ -63,7 +63,7 @@ def apply_cp(
     _check_choice("method", method, METHODS)
     _check_choice("rotate_method", rotate_method, ROTATE_METHODS)
     _check_choice("load_balancer", load_balancer, LOAD_BALANCERS)
-    if gather_kv_heads != "auto" and (not isinstance(gather_kv_heads, int) or gather_kv_heads < 0):
+    if gather_kv_heads != "auto" and (type(gather_kv_heads) is not int or gather_kv_heads < 0):
         raise TitanError(f"unknown gather_kv_heads {gather_kv_heads!r}; it is a number of heads, 0 for all, or 'auto'")
     method_mesh, ulysses_mesh = _split(cp_mesh)
     if method == "ring" and method_mesh.size() > 1 and load_balancer in MASK_BALANCERS:
@@ -74,7 +74,7 @@ def apply_cp(
         raise TitanError("context parallelism found no attention module to hook: attention would see local tokens only")
     for module in modules:
         takes_masks = method != "ring" or method_mesh.size() == 1
-        module.register_forward_pre_hook(_InputGuard(seq_len, cp_mesh.size(), takes_masks))
+        module.register_forward_pre_hook(_InputGuard(seq_len, cp_mesh.size(), takes_masks), with_kwargs=True)
         if ulysses_mesh is not None:
             apply_ulysses_in(module, ulysses_mesh)
         if method_mesh.size() > 1 and method == "ring":
@@ -149,12 +149,17 @@ def cp_shard(
     dims = [seq_dim % buffer.ndim for buffer in buffers]
     mesh, ulysses_mesh = _split(cp_mesh)
     if attention_masks is None:
-        if load_balancer in MASK_BALANCERS:
-            raise TitanError(f"load balancer {load_balancer} orders tokens by their masks; give cp_shard the masks")
+        _check_masks_given(load_balancer, mesh)
         shards = torch_private.shard(mesh, buffers, dims, seq_len=seq_len, balanced=_is_balanced(load_balancer, mesh))
     else:
         if attention_masks.order is None:
             attention_masks = plan_cp_masks(attention_masks, cp_mesh, load_balancer=load_balancer)
+        planned = attention_masks.planned_for
+        if planned != (mesh.size(), mesh.get_local_rank()):
+            raise TitanError(
+                f"the masks were planned for rank {planned[1]} of {planned[0]}, this is rank {mesh.get_local_rank()} "
+                f"of {mesh.size()}; give cp_shard those of whole sequences"
+            )
         order = _order_of(attention_masks, seq_len)
         mine = order.unflatten(1, (mesh.size(), -1))[:, mesh.get_local_rank()]
         shards = [_taken(buffer, mine, dim) for buffer, dim in zip(buffers, dims, strict=True)]
@@ -229,6 +234,7 @@ def cp_unshard(
     wholes = [_joined(mesh, whole, seq_dim) for whole in wholes]
     if attention_masks is not None:
         return [_taken(whole, _order_of(attention_masks, whole.size(seq_dim)).argsort(1), seq_dim) for whole in wholes]
+    _check_masks_given(load_balancer, mesh)
     if not _is_balanced(load_balancer, mesh):
         return wholes
     order = torch_private.head_tail_indices(wholes[0].size(seq_dim), mesh.size(), wholes[0].device, restore=True)
@@ -248,10 +254,14 @@ def cp_rank_of(
     check_seq_len(seq_len, cp_mesh.size(), load_balancer, ulysses_degree=_ulysses_degree(cp_mesh))
     if not 0 <= token < seq_len:
         raise TitanError(f"token {token} is not in a sequence of {seq_len}")
+    mesh = _split(cp_mesh)[0]
     if attention_masks is not None:
-        order = _order_of(attention_masks, seq_len)[row].numpy()
+        orders = _order_of(attention_masks, seq_len)
+        if not 0 <= row < orders.size(0):
+            raise TitanError(f"row {row} is not among the {orders.size(0)} of the masks")
+        order = orders[row].numpy()
     else:
-        mesh = _split(cp_mesh)[0]
+        _check_masks_given(load_balancer, mesh)
         order = head_tail(seq_len, mesh.size() if _is_balanced(load_balancer, mesh) else 1)
     # Ranks of Ulysses cut in order what their rank of the method has.
     return int((order == token).argmax()) // (seq_len // cp_mesh.size())
@@ -278,10 +288,13 @@ class _InputGuard:
         self.degree = degree
         self.takes_masks = takes_masks
 
-    def __call__(self, module: nn.Module, inputs: tuple[torch.Tensor | LayerMask | None, ...]) -> None:
-        if not 3 <= len(inputs) <= 4:
+    def __call__(
+        self, module: nn.Module, inputs: tuple[torch.Tensor | LayerMask | None, ...], named: dict[str, Any]
+    ) -> None:
+        if not 3 <= len(inputs) <= 4 or named:
             raise TitanError(
                 f"attention under context parallelism takes q, k, v and a mask by position; it got {len(inputs)} so"
+                + (f", and {', '.join(named)} by name" if named else "")
             )
         if len(inputs) == 4 and inputs[3] is not None and not self.takes_masks:
             raise TitanError("method ring knows the plain causal mask only, and got another; use method gather")
@@ -292,6 +305,12 @@ class _InputGuard:
                     f"attention under context parallelism got a {name} of {tensor.size(2)} tokens, expected "
                     f"{self.local_seq_len} ({self.seq_len} over {self.degree} cp ranks); cut the batch once by cp_shard"
                 )
+
+
+def _check_masks_given(load_balancer: str, mesh: DeviceMesh) -> None:
+    """Refuse to guess an order that the masks decide; one rank of the method holds the sequence's own."""
+    if load_balancer in MASK_BALANCERS and mesh.size() > 1:
+        raise TitanError(f"load balancer {load_balancer} orders tokens by their masks; give those too")
 
 
 def _order_of(masks: AttentionMasks, seq_len: int) -> torch.Tensor:
@@ -305,6 +324,8 @@ def _taken(buffer: torch.Tensor, tokens: torch.Tensor, dim: int) -> torch.Tensor
     """Return the tokens int64 [B, n] of each row of a buffer whose dim 0 is the batch."""
     if dim == 0:
         raise TitanError("masks order the tokens of each row of a batch: the sequence dim cannot be 0")
+    if buffer.size(0) != tokens.size(0):
+        raise TitanError(f"the masks are of {tokens.size(0)} sequences, a buffer of {buffer.size(0)}")
     shape = [1] * buffer.ndim
     shape[0], shape[dim] = tokens.shape
     return torch.take_along_dim(buffer, tokens.to(buffer.device).view(shape), dim)

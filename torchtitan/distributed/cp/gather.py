@@ -138,7 +138,12 @@ def _layer_mask(
     tables: list[torch.Tensor], window: int, k: torch.Tensor, degree: int, balanced: bool, ranks: dist.ProcessGroup
 ) -> LayerMask:
     if tables:
-        return LayerMask(window, *tables)
+        mask = LayerMask(window, *tables)
+        if mask.counts.ndim != 2 or mask.counts.size(1) != degree:
+            raise TitanError(
+                f"the mask is not planned for {degree} ranks: give what cp_shard or plan_cp_masks returned"
+            )
+        return mask
     return _plain_mask(k.size(0), k.size(2) * degree, degree, balanced, ranks.rank(), k.device)
 
 
