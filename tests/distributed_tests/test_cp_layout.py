@@ -330,7 +330,7 @@ def test_what_cannot_be_right_is_refused_with_its_numbers() -> None:
             "unknown load_balancer 'tail'; did you mean headtail?; allowed: headtail, none",
             "method ring knows no load balancer greedy; use headtail or none, or method gather",
             "found no attention module",
-            "load balancer greedy orders tokens by their masks; give cp_shard the masks",
+            "load balancer greedy orders tokens by their masks; give those too",
             "cut over 2 cp ranks with load balancer headtail; it must be a multiple of 4, such as 60 or 64",
             "the masks are planned for 32 tokens, the buffers have 62",
             "masks order the tokens of each row of a batch: the sequence dim cannot be 0",
