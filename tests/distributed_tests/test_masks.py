@@ -16,7 +16,9 @@ from torchtitan.attention.masks import MaskKind
 from torchtitan.attention.plan import whole_masks
 from torchtitan.components.loss import ChunkedCrossEntropy
 from torchtitan.distributed.collectives import count_traffic
-from torchtitan.distributed.context_parallel import cp_shard, cp_unshard
+from torchtitan.distributed.context_parallel import apply_cp, cp_rank_of, cp_shard, cp_unshard
+from torchtitan.errors import TitanError
+from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.runner import SingleStageRunner
 
 _FP32, _FP64, _BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -25,7 +27,7 @@ _GRADIENT = {_FP32: 1e-6, _FP64: 1e-12}
 _BALANCERS = ("none", "headtail", "per_document", "greedy")
 
 _WINDOW = replace(T0, window=16)
-_ALTERNATING = replace(T0, window=16, full_attention_every=2)
+_ALTERNATING = replace(T0, num_layers=3, window=16, full_attention_every=2)  # the last comes after a full one
 _CHUNKS = replace(T0, chunk=24)
 # Rows with splits of their own, documents of one token, and one that is cut by the row's beginning.
 _DOCUMENTS = Case(method="gather", documents=((7, 30, 27), (1, 1, 62)))
@@ -154,6 +156,52 @@ def test_positions_are_cut_on_the_sequence_dim() -> None:
     ranks = run_ranks(2, _cut_axes)
     assert all(shape == [2, 3, 32] and same for shape, _, same in ranks)
     assert sorted(ranks[0][1] + ranks[1][1]) == sorted([*range(21, 84), 0])
+
+
+def _misplaced() -> list[str]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    module = ScaledDotProductAttention()
+    apply_cp([module], mesh, seq_len=8, method="gather")
+    one, three = (
+        whole_masks(torch.zeros(rows, 8, dtype=torch.int32), torch.arange(8).expand(rows, -1), [MaskKind(window=2)])
+        for rows in (1, 3)
+    )
+    assert one is not None and three is not None
+    kind, buffer = MaskKind(window=2), torch.zeros(1, 8)
+    _, planned = cp_shard(mesh, [buffer], one, load_balancer="none")
+    other = replace(planned, planned_for=(2, 1 - dist.get_rank()))
+    qkv = [torch.zeros(3, 2, 4, 8) for _ in range(3)]
+    messages = []
+    for call in (
+        lambda: cp_shard(mesh, [buffer], three, load_balancer="none"),
+        lambda: cp_shard(mesh, [buffer], other, load_balancer="none"),
+        lambda: module(*qkv, three.layers[kind]),
+        lambda: module(*qkv, planned.layers[kind]),
+        lambda: ScaledDotProductAttention()(*(torch.zeros(3, 2, 8, 8) for _ in range(3)), one.layers[kind]),
+        lambda: cp_unshard(mesh, [buffer], load_balancer="greedy"),
+        lambda: cp_rank_of(3, 8, mesh, load_balancer="greedy"),
+        lambda: cp_rank_of(3, 8, mesh, planned, load_balancer="none", row=1),
+    ):
+        with pytest.raises(TitanError) as error:
+            call()
+        messages.append(str(error.value))
+    return messages
+
+
+def test_masks_of_other_rows_or_ranks_are_refused() -> None:
+    """Breaks where a mask that does not fit leaves memory as it was found, or another rank's tables are used."""
+    expected = [
+        "of 3 sequences, a buffer of 1",
+        "planned for rank",
+        "not planned for 2 ranks",
+        "the mask is of 1 sequences of 4 local tokens, the queries of 3 sequences",
+        "the mask is of 1 sequences of 8 local tokens, the queries of 3 sequences",
+        "give those too",
+        "give those too",
+        "row 1 is not among the 1",
+    ]
+    for messages in run_ranks(2, _misplaced):
+        assert all(part in message for part, message in zip(expected, messages, strict=True)), messages
 
 
 @pytest.mark.parametrize("cp", [2, 4, pytest.param(8, marks=pytest.mark.slow)])

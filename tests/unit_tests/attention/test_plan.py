@@ -92,6 +92,7 @@ def test_a_buffer_begins_and_ends_at_whole_splits_of_its_segment() -> None:
             segment, end = (0, 300) if token < 300 else (300, 4096)
             begin = token - piece.start  # the token at first_key, were it there
             assert (begin - segment) % KEY_SPLIT == 0
+            assert piece.start < kind.window + KEY_SPLIT  # no split is kept that no query sees
             last = begin + piece.end_key - piece.first_key
             assert last == end or (last - segment) % KEY_SPLIT == 0
 
